@@ -22,12 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import embedding, kl_div, nll_loss
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.channel import Channel
 from protocol.integer import exact_product
@@ -37,7 +36,6 @@ from protocol.model.config import read_config
 from protocol.model.weights import (
     CPU,
     FusedLinear,
-    QuantizedLinear,
     load_linear,
     load_quantized,
     load_tensor,
@@ -55,7 +53,7 @@ from tee_side.model.operators import (
     logits,
 )
 from tee_side.policy.placement import load_policy
-from tee_side.protect.calibration import Calibration, SiteScales, calibration_path
+from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.sites import IntegerSite
 from tee_side.remote.call import run
 from tee_side.words import Site
@@ -159,13 +157,15 @@ class Mixture:
 
     def integer_linears(self, steps: int = STEPS) -> dict[Site, Product]:
         """Linear operators in integers, with `steps` steps for a typical input."""
-        linears: dict[Site, Product] = {}
-        for site in self._sites:
+
+        def product(site: Site) -> Product:
             scales = self.calibration.sites[site]
             coarser = replace(scales, input_scale=scales.input_scale * STEPS / steps)
-            weights = load_quantized(self.checkpoint, self.config, *site)
-            linears[site] = _integer_product(coarser, weights)
-        return linears
+            encode = IntegerSite(coarser).encode
+            weight = load_quantized(self.checkpoint, self.config, *site).weight
+            return lambda x_TI: exact_product(encode(x_TI), weight) * coarser.factor_N
+
+        return {site: product(site) for site in self._sites}
 
     def float_head(self, change: Change | None = None) -> Product:
         """LM head in float32. `change`: as of `float_linears`."""
@@ -190,11 +190,6 @@ class Mixture:
             return exact_product(x_ND, head.weight) * scale_N1 * head.scale
 
         return product
-
-
-def _integer_product(scales: SiteScales, weights: QuantizedLinear) -> Product:
-    site = IntegerSite(scales)
-    return lambda x_TI: exact_product(site.encode(x_TI), weights.weight) * scales.factor_N
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
     return assembly.lanes(lambda _layer: channels)[0].tables["prefill"]
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Score the policies, their parts, Q8_0, and coarser inputs, beside float32."""
     bench = Mixture(model_directory(options.model), options.documents or None)
     floats, float_head = bench.float_linears(), bench.float_head()
@@ -267,12 +262,13 @@ def measure(options: Any, place: Place) -> Found:
     }
     for steps in SWEEP if options.sweep else ():
         parts[f"linear operators only, {steps} steps"] = (bench.integer_linears(steps), float_head)
-    policies = {
-        name: policy_operators(bench, place, name) for name in ("quantized-clear", "tee-only-int8")
+    variants = {
+        "quantized-clear": policy_operators(bench, place, "quantized-clear"),
+        "tee-only-int8": policy_operators(bench, place, "tee-only-int8"),
+        **{name: bench.operators(*part) for name, part in parts.items()},
     }
-    variants = policies | {name: bench.operators(*part) for name, part in parts.items()}
     float32 = bench.operators(floats, float_head)
-    texts: dict[str, Any] = {}
+    texts: Fields = {}
     for text, documents in bench.documents.items():
         reference = bench.run(float32, text)
         found = {
@@ -281,15 +277,12 @@ def measure(options: Any, place: Place) -> Found:
         }
         for name, row in found.items():
             say(f"{text}, {name}: {row}")
-        tokens = sum(len(ids) - 1 for ids in documents)
-        texts[text] = {"tokens": tokens, "variants": found}
+        texts[text] = {"tokens": sum(len(ids) - 1 for ids in documents), "variants": found}
     ours = [one["variants"]["quantized-clear"] for one in texts.values()]
-    return {"model": bench.directory.name, "texts": texts}, all(map(_is_good, ours))
-
-
-def _is_good(row: dict[str, float]) -> bool:
-    right = row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO
-    return right and row["top_1_agreement"] >= MIN_AGREEMENT
+    return {"model": bench.directory.name, "texts": texts}, all(
+        row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO and row["top_1_agreement"] >= MIN_AGREEMENT
+        for row in ours
+    )
 
 
 if __name__ == "__main__":

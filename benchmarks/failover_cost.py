@@ -28,20 +28,18 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import NoReturn, cast
 
 import torch
 
-from benchmarks.harness import TRANSPORTS, Found, Place, main, noted, transports
+from benchmarks.harness import TRANSPORTS, Fields, Found, Options, Place, main, noted, transports
 from protocol.channel import Channel, PendingChannel
-from protocol.errors import EndpointError, ReplyError, SettingsError
+from protocol.errors import EndpointError, SettingsError
 from protocol.messages import (
     FUSED_MODULES,
-    InitReply,
     LinearRequest,
     LMHeadRequest,
     Request,
-    Response,
     TensorReply,
 )
 from protocol.prepared import Exchange, PreparedRequest, Traffic
@@ -84,26 +82,27 @@ def _noise(times: Times) -> float:
     return distances[count - 1 - count * 2 // _BLOCKS]
 
 
-def _result(work: str, transport: str, times: Times, calls: int) -> dict[str, Any]:
+def _result(work: str, transport: str, times: Times, calls: int) -> Fields:
     """Return what microseconds say: a row a round of `calls`, a column each of WAYS."""
     noise, two_to_again = _noise(times), _ratio(times, "two", "plain again")
-    medians = [median(row[n] for row in times) / calls for n in range(len(WAYS))]
     line = "{work} over {transport}: plain {us[plain]:.1f} us; two to plain again"
-    found = {
-        "work": work,
-        "transport": transport,
-        "rounds": len(times),
-        "us": dict(zip(WAYS, medians, strict=True)),
-        "ratios": {way: _ratio(times, way) for way in WAYS[1:]},
-        "noise": noise,
-        "two_to_again": two_to_again,
-        # Another plain channel differs as much, and little enough to tell.
-        "ok": two_to_again <= 1 + noise and noise <= MOST_NOISE,
-    }
-    return noted(line + " {two_to_again:.3f}, noise {noise:.3f}", found)
+    return noted(
+        line + " {two_to_again:.3f}, noise {noise:.3f}",
+        {
+            "work": work,
+            "transport": transport,
+            "rounds": len(times),
+            "us": {way: median(row[n] for row in times) / calls for n, way in enumerate(WAYS)},
+            "ratios": {way: _ratio(times, way) for way in WAYS[1:]},
+            "noise": noise,
+            "two_to_again": two_to_again,
+            # Another plain channel differs as much, and little enough to tell.
+            "ok": two_to_again <= 1 + noise and noise <= MOST_NOISE,
+        },
+    )
 
 
-def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[dict[str, Any]]:
+def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[Fields]:
     """Measure a small RPC and a decoded token over one transport. Raises TsqpError."""
     with Place() as place:
         device = ("--device", "null", "--arithmetic", "float")
@@ -124,8 +123,7 @@ def _bookkeeping_us(blocks: int = 50, calls: int = 2000) -> float:
     """Return the microseconds that an RPC takes longer for being one that could be asked again."""
     channel = _AtOnce("nowhere")
     group = ReplicaGroup(1, 0, 0, ("nowhere",))
-    options = ConnectOptions(_nobody, _unchecked)
-    member = Member("nowhere", group, options, Instances(), Traffic())
+    member = Member("nowhere", group, ConnectOptions(_never, _never), Instances(), Traffic())
     member.session = Session(member, cast("PendingChannel", channel), channel)
     replicas = Replicas([member], timeout_s=60.0, traffic=Traffic())
 
@@ -163,12 +161,8 @@ class _AtOnce(AtOnce):
     def use_one_connection(self) -> None: ...
 
 
-def _nobody(endpoint: str) -> PendingChannel:
-    raise EndpointError(endpoint, got="no service", expected="none to be asked")
-
-
-def _unchecked(endpoint: str, _reply: Response | None, layers: tuple[int, int]) -> InitReply:
-    raise ReplyError(endpoint, got=str(layers), expected="nothing to be checked")
+def _never(endpoint: str, *_given: object) -> NoReturn:
+    raise EndpointError(endpoint, got="no service", expected="none to be asked or checked")
 
 
 def _calls(channel: Channel, runner: Runner, calls: int) -> Callable[[], float]:
@@ -193,9 +187,9 @@ def _tokens(runner: Runner, channels: Sequence[Channel], rounds: int) -> list[li
     SettingsError where they are too few for a round.
     """
     positions, least = runner.config.context_length, _PROMPT + 1 + len(WAYS) * (_WARM_UP + 1)
-    if positions < least:
-        expected = f"at least {least} to decode into"
-        raise SettingsError("--model", got=f"{positions} positions", expected=expected)
+    SettingsError.unless(
+        positions >= least, "--model", f"{positions} positions", f"at least {least} to decode into"
+    )
     most = (positions - _PROMPT - 1) // len(WAYS) - _WARM_UP
     lanes = [runner._assembly.lanes(partial(_only, channel)) for channel in channels]
 
@@ -222,26 +216,24 @@ def _only(channel: Channel, _layer: int) -> tuple[Channel]:
     return (channel,)
 
 
-def measure(options: Any, _place: Place) -> Found:
+def measure(options: Options, _place: Place) -> Found:
     """Measure over each transport. Raises TsqpError."""
     for name in ("rounds", "calls"):
         given = getattr(options, name)
         SettingsError.unless(given >= 1, f"--{name}", str(given), "1 or more")
     model = model_directory(options.model)
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     for transport in transports(options.transports):
         results += _measure(model, transport, options.rounds, options.calls)
     bookkeeping = _bookkeeping_us()
-    document = {
+    return {
         "policy": POLICY,
         "dtype": short_name(torch.float32),
         "bookkeeping_us": bookkeeping,
         "most_bookkeeping_us": MOST_BOOKKEEPING_US,
         "most_noise": MOST_NOISE,
         "results": results,
-    }
-    reached = bookkeeping <= MOST_BOOKKEEPING_US and all(one["ok"] for one in results)
-    return document, reached
+    }, bookkeeping <= MOST_BOOKKEEPING_US and all(one["ok"] for one in results)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.errors import SettingsError
 from protocol.tensors import torch_dtype
@@ -63,7 +62,7 @@ class _Product:
         self.error = torch.zeros_like(self._exact, requires_grad=True)
 
     def _add(
-        self, start: int, _module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        self, start: int, _module: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
         columns = slice(start, start + output.shape[-1])
         self._exact[..., columns] = output.detach()
@@ -122,16 +121,15 @@ class Search:
         return logits
 
 
-def measure(options: Any, _place: Place) -> Found:
+def measure(options: Options, _place: Place) -> Found:
     """Search at some positions of the text, in every dtype. Raises TsqpError."""
     directory, positions = model_directory(options.model), options.positions
     file = directory / VALIDATION_FILE
-    if not file.is_file():
-        raise SettingsError(str(file), got="no such file", expected="text to search on")
+    SettingsError.unless(file.is_file(), str(file), "no such file", "text to search on")
     ids = Tokenizer(directory).encode(file.read_text(encoding="utf-8")[:200_000])
     starts = [number * (len(ids) - _CONTEXT) // positions for number in range(positions)]
     search = Search(directory)
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     for dtype in DTYPES:
         relative = Tolerance.of(torch_dtype(dtype), None).relative
         found = [search.worst(ids[at : at + _CONTEXT], relative, options.steps) for at in starts]
@@ -147,8 +145,12 @@ def measure(options: Any, _place: Place) -> Found:
         }
         say(f"{result}")
         results.append(result)
-    about = {"model": options.model, "context": _CONTEXT, "steps": options.steps}
-    return {**about, "results": results}, True
+    return {
+        "model": options.model,
+        "context": _CONTEXT,
+        "steps": options.steps,
+        "results": results,
+    }, True
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Found, Options, Place, main
 
 
 def timed(command: list[str], folder: Path) -> tuple[float, str]:
@@ -26,13 +25,12 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     result = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, env=environment
     )
-    elapsed = time.monotonic() - started
     if result.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout}\n{result.stderr}")
-    return elapsed, result.stdout
+    return time.monotonic() - started, result.stdout
 
 
-def measure(_options: Any, place: Place) -> Found:
+def measure(_options: Options, place: Place) -> Found:
     """Clone, and run the three commands of a newcomer."""
     source = Path(__file__).resolve().parent.parent
     clone = place.folder / "tsqp"

@@ -13,11 +13,9 @@ and the rest: attention looks at each earlier token, so it alone may grow faster
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Fields, Found, Options, Place, main, say
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Case, PolicyRun
@@ -47,7 +45,7 @@ def _cost(name: str, case: Case) -> float:
     return case.overhead_ms - (_attention(case) if name.endswith("all else") else 0.0)
 
 
-def _fitted(cost: str, against: str, at: str, cases: dict[int, Case]) -> dict[str, Any]:
+def _fitted(cost: str, against: str, at: str, cases: dict[int, Case]) -> Fields:
     """Fit one cost against one size."""
     pairs = sorted((size, _cost(cost, case)) for size, case in cases.items())
     law = fit_exponent(pairs)
@@ -63,7 +61,7 @@ def _fitted(cost: str, against: str, at: str, cases: dict[int, Case]) -> dict[st
     }
 
 
-def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[dict[str, Any]]:
+def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[Fields]:
     """Fit everything, from a run for each number of layers."""
     context, prompt, most = sizes["contexts"][0], sizes["prompts"][0], sizes["layers"][-1]
     layers = f"{most} layers"
@@ -73,24 +71,36 @@ def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[di
         (found,) = (c for c in cases if (c.phase, c.tokens, c.batch) == key)
         return found
 
-    decoded = {n: case("decode", context, count=n) for n in sizes["layers"]}
-    prefilled = {n: case("prefill", prompt, count=n) for n in sizes["layers"]}
     contexts = {n: case("decode", n) for n in sizes["contexts"]}
     prompts = {n: case("prefill", n) for n in sizes["prompts"]}
-    batches = {n: case("decode", context, n) for n in sizes["batches"]}
     rows: tuple[tuple[str, str, str, dict[int, Case]], ...] = (
-        ("decode step", "layers", f"context {context}", decoded),
-        ("prefill", "layers", f"prompt {prompt}", prefilled),
+        (
+            "decode step",
+            "layers",
+            f"context {context}",
+            {n: case("decode", context, count=n) for n in sizes["layers"]},
+        ),
+        (
+            "prefill",
+            "layers",
+            f"prompt {prompt}",
+            {n: case("prefill", prompt, count=n) for n in sizes["layers"]},
+        ),
         ("decode step", "context", layers, contexts),
         ("decode step, attention", "context", layers, contexts),
         ("prefill, attention", "prompt", layers, prompts),
         ("prefill, all else", "prompt", layers, prompts),
-        ("decode step", "batch", f"{layers}, context {context}", batches),
+        (
+            "decode step",
+            "batch",
+            f"{layers}, context {context}",
+            {n: case("decode", context, n) for n in sizes["batches"]},
+        ),
     )
     return [_fitted(*row) for row in rows]
 
 
-def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any) -> PolicyRun:
+def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Options) -> PolicyRun:
     """Measure one number of layers: every case only with the most. Raises TsqpError."""
     everything = count == sizes["layers"][-1]
     context, contexts = sizes["contexts"][0], sizes["contexts"]
@@ -122,14 +132,19 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Any
         return run
 
 
-def measure(options: Any, _place: Place) -> Found:
+def measure(options: Options, _place: Place) -> Found:
     """Measure each number of layers, and fit. Raises TsqpError."""
     names = ("layers", "contexts", "prompts", "batches")
     sizes = {name: list(getattr(options, name)) for name in names}
     shape = find_shape(options.shape)
-    found = _growths({n: _measure(shape, n, sizes, options) for n in sizes["layers"]}, sizes)
-    about = {"shape": options.shape, "policy": options.policy, "transport": options.transport}
-    return {**about, "tee_threads": options.threads, "growth": found}, True
+    runs = {n: _measure(shape, n, sizes, options) for n in sizes["layers"]}
+    return {
+        "shape": options.shape,
+        "policy": options.policy,
+        "transport": options.transport,
+        "tee_threads": options.threads,
+        "growth": _growths(runs, sizes),
+    }, True
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Found, Options, Place, main, say
 from protocol.errors import SettingsError
 from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL
 from tsqp.deploy.launch import GuestMachine
@@ -92,7 +91,7 @@ def measuring_copy(image: Path, folder: Path, words: list[object]) -> Path:
     return copy
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Start the copy, and read what it printed. Raises TsqpError."""
     SettingsError.unless(options.image, "--image", "nothing", "a folder of tsqp image build")
     folder = place.folder
@@ -109,9 +108,10 @@ def measure(options: Any, place: Place) -> Found:
         "ivshmem": f"ivshmem://{_DEVICE},2:{_PORT + 1}",
         "tcp": f"tcp://10.0.2.2:{tcp.rpartition(':')[2]}",
     }
-    words: list[object] = [endpoints, options.round_trips, options.spin_us]
     machine = GuestMachine(
-        image=measuring_copy(Path(options.image), folder, words),
+        image=measuring_copy(
+            Path(options.image), folder, [endpoints, options.round_trips, options.spin_us]
+        ),
         launch=None,
         vcpus=2,
         memory_mib=4096,

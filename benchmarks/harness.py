@@ -6,11 +6,12 @@ found, and whether it reached its target. `main` prints that, or writes it where
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
 from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
 from tsqp.processes import start_service
 
-Found = tuple[dict[str, Any], bool]
+Options = argparse.Namespace
+# What was found of one thing, by name.
+Fields = dict[str, Any]
+Found = tuple[Fields, bool]
 
 CORES = len(os.sched_getaffinity(0))
 TRANSPORTS = ("unix", "tcp")
@@ -37,8 +41,9 @@ class Place(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        name = tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-")
-        self.folder = Path(self.enter_context(name))
+        self.folder = Path(
+            self.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-benchmarks-"))
+        )
         self._services = 0
 
     def service(
@@ -58,13 +63,13 @@ class Place(ExitStack):
         return prepare.random_model(self.folder / "model", shape, linear=linear)
 
 
-def main(about: str | None, measure: Callable[[Any, Place], Found], **options: Any) -> None:
+def main(about: str | None, measure: Callable[[Options, Place], Found], **options: Any) -> None:
     """Measure and report; exit status 1 if a target is missed.
 
     `options`: see `script`. What names machine and versions is put in front of what was found.
     """
 
-    def measured(given: Any) -> Found:
+    def measured(given: Options) -> Found:
         with Place() as place:
             return measure(given, place)
 
@@ -78,7 +83,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
+def noted(line: str, found: Fields) -> Fields:
     """Tell some of what was found, and return it. `line`: with names of its fields in braces."""
     say(line.format(**found))
     return found
@@ -86,16 +91,15 @@ def noted(line: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def transports(text: str) -> list[str]:
     """Read names of transports, with commas. Raises SettingsError."""
-    names = text.split(",")
-    require_known("--transports", names, TRANSPORTS)
-    return names
+    return chosen("--transports", text.split(","), TRANSPORTS)
 
 
-def require_known(option: str, given: Sequence[str], known: Iterable[str]) -> None:
-    """Raise SettingsError for a name that is not among the known ones."""
+def chosen(option: str, given: list[str], known: Iterable[str]) -> list[str]:
+    """Return the names given, or all if there is none. Raises SettingsError for an unknown one."""
     names = list(dict.fromkeys(known))
     for name in given:
         SettingsError.unless(name in names, option, repr(name), f"of {', '.join(names)}")
+    return given or names
 
 
 class Repeated:
@@ -116,9 +120,12 @@ class Repeated:
         """Prepare `steps` steps of decoding, or, if 0, prompts of `tokens`."""
         self.runner = runner = closing.enter_context(Runner(settings))
         positions, needed = runner.config.context_length, tokens + steps + 2
-        if needed > positions:
-            expected = f"at least {needed} for {steps} steps"
-            raise SettingsError("a sequence", got=f"{positions} positions", expected=expected)
+        SettingsError.unless(
+            needed <= positions,
+            "a sequence",
+            f"{positions} positions",
+            f"at least {needed} for {steps} steps",
+        )
         prompts = random_prompts(runner.config, tokens, batch)
         self.step = prompt_step(runner, prompts[0])
         if steps:

@@ -22,7 +22,6 @@ from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
 from tsqp.lab.leak.tables import curve_grid, facts, whole_summary
 from tsqp.lab.report import markdown
 
-BEGIN, END = "<!-- measured {}: begin -->", "<!-- measured {}: end -->"
 # Of the other section tokens are random, and there is nothing to see.
 PICTURES_OF = "demo"
 # What the picture shows: a policy of each kind is enough to see what reading means.
@@ -30,34 +29,11 @@ PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "
 _PICTURES = "leakage"
 
 
-def write_page(
-    report: LeakReport, path: Path, section: str, costs: BenchReport | None = None
-) -> None:
-    """Replace what is measured in a section of a page, with pictures in a folder beside it.
+def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each picture's file name, what it shows, what makes it, and the SVG.
 
     `costs`: of a larger shape, for the plot of cost against leakage; None: those of the report.
-    Raises SettingsError for a page without the section's markers.
     """
-    begin, end = BEGIN.format(section), END.format(section)
-    text = path.read_text(encoding="utf-8")
-    before, begun, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    SettingsError.unless(
-        begun and ended,
-        str(path),
-        "no markers",
-        f"{begin} and {end}",
-    )
-    lines = list(_measured(report))
-    path.with_name(_PICTURES).mkdir(exist_ok=True)
-    for name, says, made_by, drawn in _pictures(report, costs) if section == PICTURES_OF else ():
-        path.with_name(_PICTURES).joinpath(name).write_text(drawn + "\n", encoding="utf-8")
-        lines += ["", f"{says} (`{made_by}`):", "", f"![{says}]({_PICTURES}/{name})"]
-    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
-
-
-def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each picture's file name, what it shows, what makes it, and the SVG."""
     model = report.setup.model.removesuffix("_model")
     says, made_by = "Cost against leakage", f"tsqp leak {model} --cost measure --plot cost.svg"
     if costs is None:
@@ -126,22 +102,40 @@ def _measured(report: LeakReport) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the page. Raises SettingsError."""
+    """Replace what is measured in a section of a page, with pictures in a folder beside it.
+
+    Raises SettingsError, also for a page without the section's markers.
+    """
     SettingsError.unless(
         len(arguments) in (3, 4),
         "python -m benchmarks.leakage_page",
         repr(arguments),
         "REPORT PAGE SECTION, and COSTS or nothing",
     )
-    path, target, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
+    measured, path, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
-        report = LeakReport.model_validate_json(path.read_bytes())
+        report = LeakReport.model_validate_json(measured.read_bytes())
     except ValidationError:
         raise SettingsError(
-            str(path), got="something else", expected="a report of tsqp leak --json"
+            str(measured), got="something else", expected="a report of tsqp leak --json"
         ) from None
     costs = read_recorded(Path(arguments[3])) if len(arguments) == 4 else None
-    write_page(report, target, section, costs)
+    begin, end = f"<!-- measured {section}: begin -->", f"<!-- measured {section}: end -->"
+    text = path.read_text(encoding="utf-8")
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    SettingsError.unless(
+        begun and ended,
+        str(path),
+        "no markers",
+        f"{begin} and {end}",
+    )
+    lines = list(_measured(report))
+    path.with_name(_PICTURES).mkdir(exist_ok=True)
+    for name, says, made_by, drawn in _pictures(report, costs) if section == PICTURES_OF else ():
+        path.with_name(_PICTURES).joinpath(name).write_text(drawn + "\n", encoding="utf-8")
+        lines += ["", f"{says} (`{made_by}`):", "", f"![{says}]({_PICTURES}/{name})"]
+    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
 
 
 if __name__ == "__main__":

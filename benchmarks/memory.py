@@ -13,9 +13,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Found, Options, Place, main
 from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.measure import peak_bytes
@@ -52,7 +51,7 @@ def _peak_of_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[
     return usage.ru_maxrss * KIB, json.loads(said)["rpc"]
 
 
-def measure(_options: Any, place: Place) -> Found:
+def measure(_options: Options, place: Place) -> Found:
     """Measure each process. Raises TsqpError."""
     model = place.folder / "model"
     model.mkdir()

@@ -22,17 +22,19 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from benchmarks.harness import (
     CORES,
     TRANSPORTS,
+    Fields,
     Found,
+    Options,
     Place,
     Repeated,
+    chosen,
     main,
     noted,
-    require_known,
     transports,
 )
 from gpu_side.devices import DeviceProfile
@@ -106,24 +108,25 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
     # Time is (what the bus takes) + (a constant / rate); two rates give both.
     slow_us, fast_us = gpu_us(at(1.0), config, rows), gpu_us(at(2.0), config, rows)
     bus_us = 2 * fast_us - slow_us
-    if target_us <= bus_us:
-        got = f"a TEE time of {target_us:.3f} us"
-        expected = f"more than {bus_us:.3f}"
-        raise SettingsError("overlap", got=got, expected=expected)
+    SettingsError.unless(
+        target_us > bus_us,
+        "overlap",
+        f"a TEE time of {target_us:.3f} us",
+        f"more than {bus_us:.3f}",
+    )
     return at((slow_us - bus_us) / (target_us - bus_us))
 
 
 def _observed_ms(repeated: Repeated) -> tuple[float, float]:
     """Return ms a step of Embedding and LM head in the TEE, and of the GPU as it claims."""
     runs = (observed(repeated.runner, repeated.step) for _ in range(_OBSERVED))
-    steps = [costs for ((_, costs, _),) in runs]
-    tee = [[c for c in costs if c.place == "tee"] for costs in steps]
-    heavy = (c.stages.tee_us for costs in tee for c in costs if c.operator in _VOCABULARY)
-    claimed = (c.stages.gpu_us for costs in steps for c in costs)
+    costs = [cost for ((_, step, _),) in runs for cost in step]
+    heavy = (c.stages.tee_us for c in costs if c.place == "tee" and c.operator in _VOCABULARY)
+    claimed = (c.stages.gpu_us for c in costs)
     return sum(heavy) / 1e3 / _OBSERVED, sum(claimed) / 1e3 / _OBSERVED
 
 
-def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> dict[str, Any]:
+def measure_case(model: Path, case: StepKind, transport: str, options: Options) -> Fields:
     """Measure one case over one transport: medians of steps that took turns. Raises TsqpError.
 
     `gpu_ms`: what the profile takes for the step by its own account, undivided and cut;
@@ -149,8 +152,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
             )
             # The first one has two medians.
             steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
-            size = {"tokens": case.tokens, "batch": case.batch}
-            return Repeated(place, settings, **size, steps=steps)
+            return Repeated(place, settings, tokens=case.tokens, batch=case.batch, steps=steps)
 
         null = contender("null", 1)
         config = null.runner.config
@@ -184,10 +186,10 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Any) -> d
     }
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Measure every case. Raises TsqpError."""
     over = transports(options.transports)
-    require_known("--case", options.case, (case.case for case in CASES))
+    names = chosen("--case", options.case, (case.case for case in CASES))
     model = place.model(find_shape(options.shape), linear=False)
     line = (
         "{case} in {micro_batches} over {transport}: T {null_ms:.1f} ms, undivided"
@@ -196,11 +198,15 @@ def measure(options: Any, place: Place) -> Found:
     results = [
         noted(line, measure_case(model, case, transport, options))
         for case in CASES
-        if not options.case or case.case in options.case
+        if case.case in names
         for transport in over
     ]
-    about = {"shape": options.shape, "policy": POLICY, "tee_threads": options.threads}
-    return {**about, "results": results}, True
+    return {
+        "shape": options.shape,
+        "policy": POLICY,
+        "tee_threads": options.threads,
+        "results": results,
+    }, True
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Found, Options, Place, main
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import BankPlace, Purpose
 from tee_side.protect.randomness import Keystream
@@ -29,7 +28,7 @@ from tsqp.lab.measure import elapsed_us
 _REPEATS = 500
 
 
-def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str, Any]:
+def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str, float]:
     """Return microseconds of one row's draw at a site, and of the cryptography in it alone."""
     layout = PadLayout((SiteShape(0, "qkv_proj", in_features, out_features),))
     purpose = Purpose.of(layout, mask="pad", model_digest="0" * 64, linear_digest="1" * 64)
@@ -54,20 +53,22 @@ def time_one_site(folder: Path, in_features: int, out_features: int) -> dict[str
         "take_us_mean_with_fsync": sum(takes) / _REPEATS,
         "fill_us_with_fsync": fill_us,
     }
-    rounded = {name: round(us, 1) for name, us in found.items()}
-    return {"in_features": in_features, "out_features": out_features, **rounded}
+    return {name: round(us, 1) for name, us in found.items()}
 
 
-def _median_us(call: Callable[[], object], repeats: int = 2000) -> float:
-    return median(elapsed_us(call) for _ in range(repeats))
+def _median_us(call: Callable[[], object]) -> float:
+    return median(elapsed_us(call) for _ in range(2000))
 
 
-def measure(options: Any, _place: Place) -> Found:
+def measure(options: Options, _place: Place) -> Found:
     """Time one site."""
+    size = {"in_features": 2048, "out_features": 8192}
     with tempfile.TemporaryDirectory(dir=options.folder or None) as name:
-        timed = time_one_site(Path(name), 2048, 8192)
-    version = importlib.metadata.version("cryptography")
-    return {"cryptography": version, "one_row_at_one_site": timed}, True
+        timed = time_one_site(Path(name), **size)
+    return {
+        "cryptography": importlib.metadata.version("cryptography"),
+        "one_row_at_one_site": {**size, **timed},
+    }, True
 
 
 if __name__ == "__main__":

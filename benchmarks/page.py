@@ -221,10 +221,5 @@ def benchmarks_page(documents: Documents) -> str:
     return re.sub(r"(?<=[^\n])\n *(?=[^\n|#-])", " ", text.strip()) + "\n"
 
 
-def main(file: str) -> None:
-    """Write the page to a file."""
-    Path(file).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    Path(sys.argv[1]).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")

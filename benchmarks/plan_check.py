@@ -9,15 +9,15 @@ described and over a link that takes as long as the one described; both in the s
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from benchmarks.harness import CORES, Found, Place, main, noted, require_known, say
+from benchmarks.harness import CORES, Fields, Found, Options, Place, chosen, main, noted, say
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
@@ -92,8 +92,8 @@ CASES = (
 )
 
 
-def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[str, Any]]:
-    """Plan and measure a case; return a row for the prompt and one for decoding."""
+def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fields]:
+    """Plan and measure a case; yield a row for the prompt and one for decoding."""
     policy = load_policy(case.policy)
     gpu = str(slow) if case.gpu == SLOW.name else case.gpu
     planning = Planning(
@@ -141,36 +141,36 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> list[dict[st
     bench.run()
     steady.append(yardstick_ms())
     (measured,) = bench.report().policies
-    rows: list[dict[str, Any]] = []
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
         prediction = planned.prefill if phase == "prefill" else planned.decode
         predicted_ms = prediction.total_us / 1e3
-        row = {
-            "case": case.name,
-            "shape": case.shape,
-            "policy": case.policy,
-            "gpu": case.gpu,
-            "link_gbps": case.link.gbps,
-            "link_rtt_us": case.link.rtt_us,
-            "phase": phase,
-            "tokens": found.tokens,
-            "batch": found.batch,
-            "micro_batches": case.micro_batches,
-            "transport": case.transport,
-            "fitted": case.fitted,
-            "predicted_ms": round(predicted_ms, 3),
-            "measured_ms": round(found.step_ms.median, 3),
-            "low_ms": round(found.step_ms.low, 3),
-            "high_ms": round(found.step_ms.high, 3),
-            "runs": found.step_ms.runs,
-            "error": round(predicted_ms / found.step_ms.median - 1, 4),
-            "bottleneck": prediction.bottleneck,
-            "yardstick_ms": steady,
-        }
         line = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
-        rows.append(noted(line + " ({error:+.1%}), yardstick {yardstick_ms} ms", row))
-    return rows
+        yield noted(
+            line + " ({error:+.1%}), yardstick {yardstick_ms} ms",
+            {
+                "case": case.name,
+                "shape": case.shape,
+                "policy": case.policy,
+                "gpu": case.gpu,
+                "link_gbps": case.link.gbps,
+                "link_rtt_us": case.link.rtt_us,
+                "phase": phase,
+                "tokens": found.tokens,
+                "batch": found.batch,
+                "micro_batches": case.micro_batches,
+                "transport": case.transport,
+                "fitted": case.fitted,
+                "predicted_ms": round(predicted_ms, 3),
+                "measured_ms": round(found.step_ms.median, 3),
+                "low_ms": round(found.step_ms.low, 3),
+                "high_ms": round(found.step_ms.high, 3),
+                "runs": found.step_ms.runs,
+                "error": round(predicted_ms / found.step_ms.median - 1, 4),
+                "bottleneck": prediction.bottleneck,
+                "yardstick_ms": steady,
+            },
+        )
 
 
 def yardstick_ms() -> float:
@@ -184,23 +184,22 @@ def yardstick_ms() -> float:
     return round(median(elapsed_us(product) for _ in range(_YARDSTICKS)) / 1e3, 2)
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Check every case; a prediction may be a fifth off. Raises TsqpError."""
-    require_known("--case", options.case, (case.name for case in CASES))
-    cases = [case for case in CASES if not options.case or case.name in options.case]
+    names = chosen("--case", options.case, (case.name for case in CASES))
+    cases = [case for case in CASES if case.name in names]
     machine = fit_machine(CORES, 0.0, None, say) if any(c.fitted for c in cases) else None
     # As `--device model:FILE` takes it.
     slow, fields = place.folder / "slow.toml", SLOW.model_dump()
     slow.write_text("".join(f"{key} = {json.dumps(fields[key])}\n" for key in fields))
     rows = [row for case in cases for row in check(case, slow, machine)]
     largest = max(abs(row["error"]) for row in rows)
-    document = {
+    return {
         "slow": fields,
         "tolerance": TOLERANCE,
         "largest_error": largest,
         "rows": rows,
-    }
-    return document, largest <= TOLERANCE
+    }, largest <= TOLERANCE
 
 
 if __name__ == "__main__":

@@ -107,13 +107,16 @@ class ResultFile:
 
 
 def _bench(name: str, *options: str) -> ResultFile:
-    command = ("tsqp", "bench", "--shape", "llama-3.2-1b", *options)
-    return ResultFile(name, command, without_layers, talks=False)
+    return ResultFile(
+        name,
+        ("tsqp", "bench", "--shape", "llama-3.2-1b", *options),
+        without_layers,
+        talks=False,
+    )
 
 
 def _script(name: str, *options: str, module: str = "", **how: Any) -> ResultFile:
-    command = ("python", "-m", module or f"benchmarks.{name}", *options)
-    return ResultFile(name, command, **how)
+    return ResultFile(name, ("python", "-m", module or f"benchmarks.{name}", *options), **how)
 
 
 _PING_PONG = "tsqp.lab.bench.ping_pong"
@@ -156,10 +159,12 @@ def record(recording: ResultFile, results: Path) -> int:
         load, started, created = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
         status = _run(recording, file)
         elapsed_s = time.monotonic() - started
-        if not file.exists() or not file.stat().st_size or (status and not recording.may_miss):
-            raise ProcessError(
-                recording.shown, got=f"exit status {status}", expected="0 and a result"
-            )
+        ProcessError.unless(
+            file.exists() and file.stat().st_size and (recording.may_miss or not status),
+            recording.shown,
+            f"exit status {status}",
+            "0 and a result",
+        )
         document = recording.shorten(json.loads(file.read_text(encoding="utf-8")))
     about = {
         "command": recording.shown,
@@ -184,7 +189,7 @@ def record(recording: ResultFile, results: Path) -> int:
 
 
 def _run(recording: ResultFile, file: Path) -> int:
-    """Run the command to its end, or end it and all that it started after a limit."""
+    """Run the command to its end, or end its session, children included, after a limit."""
     first, *rest = recording.command
     path = sys.executable if first == "python" else program(first)
     process = subprocess.Popen(
@@ -201,17 +206,12 @@ def _run(recording: ResultFile, file: Path) -> int:
         ) from None
     finally:
         if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, which are a session of their own."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def six_figures(value: Any) -> Any:

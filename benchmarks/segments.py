@@ -13,9 +13,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import Found, Place, main, noted
+from benchmarks.harness import Fields, Found, Options, Place, main, noted
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.model import Report
 
@@ -52,9 +51,9 @@ def _report(model: str, name: str, folder: Path) -> Report:
     return Report.model_validate_json(document.read_bytes())
 
 
-def measure(_options: Any, place: Place) -> Found:
+def measure(_options: Options, place: Place) -> Found:
     """Measure every policy of both models."""
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     for model, policies in _POLICIES.items():
         token_ms = 0.0
         for name in policies:

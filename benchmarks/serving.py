@@ -31,11 +31,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Fields, Found, Options, Place, main
 from protocol.model.config import read_config
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -54,18 +53,9 @@ _ROUNDS = 5
 _MANY = 10**6
 # Waits for a token of the largest prompts on a busy machine.
 _LIMIT_S = 120.0
-# A text that repeats itself, whatever the model would say; and what it would say.
+# A text that repeats itself, whatever the model would say.
 _REPETITIVE = {"guided_regex": "( the dog and the cat, a small boy and a girl){12}"}
-_STORY: dict[str, Any] = {}
 _TEXT_TOKENS = 96
-
-
-def add_tokenizer(directory: Path) -> None:
-    """Write a tokenizer in which token N is the word `tN`."""
-    size = read_config(directory).vocab_size
-    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(size)}, unk_token="t0"))  # noqa: S106
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.save(str(directory / "tokenizer.json"))
 
 
 @contextmanager
@@ -118,8 +108,7 @@ def _model(address: str) -> str:
 def _get(request: str | urllib.request.Request) -> bytes:
     """Ask our own server."""
     with urllib.request.urlopen(request) as reply:  # noqa: S310
-        content: bytes = reply.read()
-    return content
+        return bytes(reply.read())
 
 
 def prompt_of(stream: int, turn: int, tokens: int = PROMPT_TOKENS) -> list[int]:
@@ -177,31 +166,28 @@ def engine_alone(model: Path, endpoint: str, streams: int, seconds: float) -> fl
     return median(rates)
 
 
-def streams_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
+def streams_case(model: Path, endpoint: str, seconds: float) -> Fields:
     """Measure one stream, sixteen, and the engine alone, in turns: medians of all rounds."""
-    rates: dict[str, list[float]] = {"engine_alone": [], "one_stream": [], "streams": []}
+    rates = []
     for _ in range(_ROUNDS):
-        rates["engine_alone"].append(
-            in_fresh_process(engine_alone, model, endpoint, STREAMS, seconds)
-        )
+        alone = in_fresh_process(engine_alone, model, endpoint, STREAMS, seconds)
         with server(model, endpoint, POLICY) as address:
             asyncio.run(crowd(address, 2, 1.0))
-            rates["one_stream"].append(tokens_per_s(address, 1, seconds))
-            rates["streams"].append(tokens_per_s(address, STREAMS, seconds))
-    alone, one, many = (median(found) for found in rates.values())
-    costs = [1 - b / a for a, b in zip(rates["engine_alone"], rates["streams"], strict=True)]
+            one = tokens_per_s(address, 1, seconds)
+            rates.append((alone, one, tokens_per_s(address, STREAMS, seconds)))
+    alone, one, many = (median(found) for found in zip(*rates, strict=True))
     return {
         "engine_alone_tokens_per_s": alone,
         "one_stream_tokens_per_s": one,
         "streams": STREAMS,
         "streams_tokens_per_s": many,
         "http_costs": 1 - many / alone,
-        "http_costs_of_rounds": sorted(costs),
+        "http_costs_of_rounds": sorted(1 - streams / engine for engine, _, streams in rates),
         "streams_by_one": many / one,
     }
 
 
-def overload_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
+def overload_case(model: Path, endpoint: str, seconds: float) -> Fields:
     """Measure the time between tokens at capacity and at four times as many clients."""
     options = ("--max-sequences", str(STREAMS), "--max-waiting", str(STREAMS))
     found = {}
@@ -222,7 +208,7 @@ def overload_case(model: Path, endpoint: str, seconds: float) -> dict[str, Any]:
     return {**found, "p95_ratio": overloaded / at_capacity}
 
 
-def prefix_case(model: Path, endpoint: str, turns: int) -> dict[str, Any]:
+def prefix_case(model: Path, endpoint: str, turns: int) -> Fields:
     """Measure the time to the first token of a second turn."""
     ms: dict[str, float] = {}
     for option in ("--prefix-reuse", "--no-prefix-reuse"):
@@ -238,9 +224,9 @@ def prefix_case(model: Path, endpoint: str, turns: int) -> dict[str, Any]:
     return {"with_ms": with_reuse, "without_ms": without, "ratio": with_reuse / without}
 
 
-def speculation_case(place: Place) -> dict[str, Any]:
+def speculation_case(place: Place) -> Fields:
     """Count round trips a token of a repetitive text, with and without speculation."""
-    found: dict[str, Any] = {}
+    found: Fields = {}
     endpoint = place.service("demo", "--arithmetic", "int8")
     for name, options in (("without", ()), ("with", ("--speculative", "ngram"))):
         # Speculation stops where less than half of the pads are left.
@@ -249,7 +235,7 @@ def speculation_case(place: Place) -> dict[str, Any]:
         subprocess.run(making, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with server("demo", endpoint, "shielded", *bank, *options) as address:
             found[name] = _counted(address, _REPETITIVE)
-            found[f"story_{name}"] = _counted(address, _STORY)
+            found[f"story_{name}"] = _counted(address, {})
     same = [
         found[name].pop("text") == found[f"{name[: -len('with')]}without"].pop("text")
         for name in ("with", "story_with")
@@ -258,10 +244,14 @@ def speculation_case(place: Place) -> dict[str, Any]:
     return {**found, "same_text": all(same), "fewer": fewer}
 
 
-def _counted(address: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _counted(address: str, fields: Fields) -> Fields:
     """Ask for a text, and say what its tokens took."""
+    common = {"model": "demo", "prompt": "They saw", "temperature": 0, "max_tokens": _TEXT_TOKENS}
+    body = json.dumps(common | fields).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
     before = _metrics(address)
-    text = _complete(address, fields)
+    text = str(json.loads(_get(request))["choices"][0]["text"])
     after = _metrics(address)
     more = {name: after[name] - before[name] for name in after}
     tokens = more["generation_tokens"]
@@ -279,19 +269,15 @@ def _metrics(address: str) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def _complete(address: str, fields: dict[str, Any]) -> str:
-    common = {"model": "demo", "prompt": "They saw", "temperature": 0, "max_tokens": _TEXT_TOKENS}
-    body = json.dumps(common | fields).encode()
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/completions", body, headers)  # noqa: S310
-    return str(json.loads(_get(request))["choices"][0]["text"])
-
-
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Measure everything."""
     seconds = options.seconds
     model = prepare.endless(place.model(find_shape(options.shape), linear=False), place.folder)
-    add_tokenizer(model)
+    # Token N is the word `tN`.
+    ids = {f"t{n}": n for n in range(read_config(model).vocab_size)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="t0"))  # noqa: S106
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(model / "tokenizer.json"))
     endpoint = place.service(model, "--device", "null", "--spin-us", "50")
     return {
         "shape": options.shape,

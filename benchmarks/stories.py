@@ -188,22 +188,11 @@ def _request(rng: random.Random, told: Story) -> tuple[str, str]:
     return asked, expand(rng.choice(_TEXTS["announcements"]), slots, rng)
 
 
-def _further(rng: random.Random, told: Story) -> Iterator[tuple[str, str, Story | None]]:
-    """Yield (question, answer, new story if any) for one or more further exchanges."""
-    kind = rng.random()
-    if kind < 0.75:
-        for question, answer in rng.sample(told.answers, rng.choice((1, 1, 2, 3))):
-            yield question, answer, None
-    elif kind < 0.85:
-        yield rng.choice(_TEXTS["thanks"]), _GRAMMAR["texts"]["thanks_answer"], None
-    else:
-        name = rng.choice((told.hero, told.friend, rng.choice(tuple(_NAMES))))
-        another = story(rng, name)
-        yield expand(_GRAMMAR["texts"]["another"], {"name": name}, rng), another.text, another
+def _conversation(rng: random.Random) -> tuple[list[Story], list[tuple[str, str]]]:
+    """Draw a conversation: a request, a story that fits it, and often further turns.
 
-
-def _conversation(rng: random.Random) -> tuple[list[Story], str]:
-    """Draw a conversation: a request, a story that fits it, and often further turns."""
+    Returns its stories, and what was asked and said.
+    """
     exchanges: list[tuple[str, str]] = []
     told = story(rng)
     stories = [told]
@@ -212,7 +201,7 @@ def _conversation(rng: random.Random) -> tuple[list[Story], str]:
         question, answer = rng.choice(_TEXTS["small_talk"])
         exchanges.append((expand(question, {}, rng), answer))
         if not answer.endswith("?"):
-            return [], _rendered(exchanges)
+            return [], exchanges
         exchanges.append((rng.choice(_TEXTS["agreements"]), told.text))
     elif opening < 0.12:
         exchanges.append((expand(rng.choice(_TEXTS["bare_requests"]), {}, rng), told.text))
@@ -220,24 +209,30 @@ def _conversation(rng: random.Random) -> tuple[list[Story], str]:
         question, announcement = _request(rng, told)
         exchanges.append((question, f"{announcement} {told.text}"))
     if rng.random() < 0.6:
-        for question, answer, another in _further(rng, told):
-            exchanges.append((question, answer))
-            stories += [] if another is None else [another]
-    return stories, _rendered(exchanges)
-
-
-def _rendered(exchanges: list[tuple[str, str]]) -> str:
-    turns = (
-        USER + asked + END_OF_TURN + ASSISTANT + said + END_OF_TURN for asked, said in exchanges
-    )
-    return BEGIN + "".join(turns) + END
+        kind = rng.random()
+        if kind < 0.75:
+            exchanges += rng.sample(told.answers, rng.choice((1, 1, 2, 3)))
+        elif kind < 0.85:
+            exchanges.append((rng.choice(_TEXTS["thanks"]), _GRAMMAR["texts"]["thanks_answer"]))
+        else:
+            name = rng.choice((told.hero, told.friend, rng.choice(tuple(_NAMES))))
+            another = story(rng, name)
+            question = expand(_GRAMMAR["texts"]["another"], {"name": name}, rng)
+            exchanges.append((question, another.text))
+            stories.append(another)
+    return stories, exchanges
 
 
 def _documents(rng: random.Random) -> Iterator[tuple[list[Story], str]]:
     """Yield plain stories and conversations for ever: their stories, and the text to train on."""
     while True:
         if rng.random() < _CHAT_SHARE:
-            yield _conversation(rng)
+            stories, exchanges = _conversation(rng)
+            turns = (
+                USER + asked + END_OF_TURN + ASSISTANT + said + END_OF_TURN
+                for asked, said in exchanges
+            )
+            yield stories, BEGIN + "".join(turns) + END
         else:
             told = story(rng)
             yield [told], BEGIN + told.text + END

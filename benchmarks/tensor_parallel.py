@@ -18,11 +18,10 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any
 
 import torch
 
-from benchmarks.harness import Found, Place, main, say
+from benchmarks.harness import Fields, Found, Options, Place, main, say
 from protocol.channel import Channel
 from protocol.messages import (
     FUSED_MODULES,
@@ -72,34 +71,40 @@ def _ask(channel: Channel, requests: Iterator[Request]) -> None:
     channel.call(next(requests))
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Measure each operator, and a layer's together."""
     cores = {int(core) for core in options.cores.split(",")}
     os.sched_setaffinity(0, cores)  # children's, too
     shape = find_shape(SHAPE).with_layers(options.layers)
     config = shape.config()
-    results: list[dict[str, Any]] = []
+    results: list[Fields] = []
     torch.set_num_threads(1)
     model = place.model(shape, linear=True)
     channels: list[Channel] = []
     for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
-        asked = ["--arithmetic", "int8", "--tensor-parallel", str(ranks)]
-        endpoint = place.service(model, *asked, "--threads", str(max(1, threads)))
+        endpoint = place.service(
+            model,
+            *("--arithmetic", "int8"),
+            *("--tensor-parallel", str(ranks)),
+            *("--threads", str(max(1, threads))),
+        )
         channels.append(place.enter_context(open_channel(endpoint, timeout_s=600.0)))
     for rows in options.rows:
         rounds = max(_BLOCK, options.round_trips // (1 if rows < 32 else 8))
         found: dict[str, list[float]] = {}
         for operator in (*FUSED_MODULES, None):
-            layers = range(config.num_hidden_layers)
-            requests = [request_of(config, operator, layer, rows) for layer in layers]
-            times = times_us(channels, requests, rounds, options.quantile)
-            found[operator or "lm_head"] = times
+            requests = [
+                request_of(config, operator, layer, rows)
+                for layer in range(config.num_hidden_layers)
+            ]
+            found[operator or "lm_head"] = times_us(channels, requests, rounds, options.quantile)
         columns = zip(*(found[operator] for operator in FUSED_MODULES), strict=True)
         found["a layer"] = [sum(column) for column in columns]
         for what, (one, two, half) in found.items():
             say(f"{rows} rows, {what}: ratio {two / one:.2f}, gain {half / two:.2f}")
-            each = {"one_us": one, "two_us": two, "half_us": half}
-            results.append({"rows": rows, "operator": what, **each})
+            results.append(
+                {"rows": rows, "operator": what, "one_us": one, "two_us": two, "half_us": half}
+            )
     return {"results": results}, True
 
 

@@ -27,14 +27,12 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import rankdata
 
-from benchmarks.harness import Found, Place, main
+from benchmarks.harness import Found, Options, Place, main
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
@@ -42,7 +40,6 @@ from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
 from tsqp.run.settings import TextSettings, model_directory
 
-Times = npt.NDArray[np.float64]
 WAYS = ("inline", "thread")
 TOKENS = 480
 PROMPT = [0, 813, 759, 262, 411]
@@ -72,47 +69,46 @@ def half_silent(directory: Path) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-class Relay:
-    """Forwards connections to a service; `requests`: when each client's requests came, in ns."""
+def relay(address: str, endpoint: str) -> list[list[int]]:
+    """Forward connections to a service; return when each client's requests came, in ns."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen()
+    requests: list[list[int]] = []
 
-    def __init__(self, address: str, service: str) -> None:
-        self._service = service
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen()
-        self.requests: list[list[int]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
+    def accept() -> None:
         while True:
-            client, _ = self._listener.accept()
+            client, _ = listener.accept()
             service = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            service.connect(self._service)
+            service.connect(endpoint)
             times: list[int] = []
-            self.requests.append(times)
+            requests.append(times)
             # A request begins where the client speaks after the service has.
             answered = threading.Event()
             answered.set()
             for pair in ((client, service, times), (service, client, None)):
-                threading.Thread(target=self._pump, args=(*pair, answered), daemon=True).start()
+                threading.Thread(target=_pump, args=(*pair, answered), daemon=True).start()
 
-    @staticmethod
-    def _pump(
-        source: socket.socket,
-        target: socket.socket,
-        times: list[int] | None,
-        answered: threading.Event,
-    ) -> None:
-        with suppress(OSError):
-            while data := source.recv(2**20):
-                if times is None:
-                    answered.set()
-                elif answered.is_set():
-                    times.append(time.perf_counter_ns())
-                    answered.clear()
-                target.sendall(data)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+    threading.Thread(target=accept, daemon=True).start()
+    return requests
+
+
+def _pump(
+    source: socket.socket,
+    target: socket.socket,
+    times: list[int] | None,
+    answered: threading.Event,
+) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**20):
+            if times is None:
+                answered.set()
+            elif answered.is_set():
+                times.append(time.perf_counter_ns())
+                answered.clear()
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 def generate(result: str, way: str, model: str, endpoint: str, policy: str, seed: str) -> None:
@@ -137,9 +133,11 @@ def generate(result: str, way: str, model: str, endpoint: str, policy: str, seed
     Path(result).write_text(json.dumps(showed))
 
 
-def _run(relay: Relay, arguments: list[str], result: Path) -> tuple[list[bool], list[int]]:
+def _run(
+    relayed: list[list[int]], arguments: list[str], result: Path
+) -> tuple[list[bool], list[int]]:
     """Run one generation in a process of its own; return what showed text, and request times."""
-    before = len(relay.requests)
+    before = len(relayed)
     ours, theirs = pty.openpty()
     code = "from benchmarks.token_timing import generate; import sys; generate(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(result), *arguments]
@@ -152,7 +150,7 @@ def _run(relay: Relay, arguments: list[str], result: Path) -> tuple[list[bool], 
     os.close(ours)
     if run.returncode:
         raise RuntimeError(said.decode(errors="replace"))
-    return json.loads(result.read_text()), max(relay.requests[before:], key=len)
+    return json.loads(result.read_text()), max(relayed[before:], key=len)
 
 
 def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[bool, float]]]:
@@ -168,42 +166,39 @@ def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[b
     }
 
 
-def auc(printed: Times, silent: Times) -> tuple[float, float, float]:
-    """Return the area under the curve and its 95 % interval (DeLong, DeLong and Clarke-Pearson)."""
+def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[float]]:
+    """Compare the times of tokens that showed text with those of tokens that did not.
+
+    With the area under the curve and its 95 % interval (DeLong, DeLong and Clarke-Pearson).
+    """
+    printed = np.array([us for showed, us in found if showed])
+    silent = np.array([us for showed, us in found if not showed])
     m, n = len(printed), len(silent)
     ranks = rankdata(np.concatenate([printed, silent]))
     over_silent = (ranks[:m] - rankdata(printed)) / n
     under_printed = 1 - (ranks[m:] - rankdata(silent)) / m
     area = float(over_silent.mean())
     error = float(np.sqrt(over_silent.var(ddof=1) / m + under_printed.var(ddof=1) / n))
-    return area, area - 1.96 * error, area + 1.96 * error
-
-
-def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[float]]:
-    """Compare the times of tokens that showed text with those of tokens that did not."""
-    printed = np.array([us for showed, us in found if showed])
-    silent = np.array([us for showed, us in found if not showed])
-    area, low, high = auc(printed, silent)
     return {
-        "printed": len(printed),
-        "silent": len(silent),
+        "printed": m,
+        "silent": n,
         "auc": round(area, 4),
-        "interval": [round(low, 4), round(high, 4)],
+        "interval": [round(area - 1.96 * error, 4), round(area + 1.96 * error, 4)],
         "later_us": round(float(np.median(printed) - np.median(silent)), 1),
         "median_us": round(float(np.median([us for _, us in found])), 1),
     }
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Let both ways take turns. Raises TsqpError."""
     times = defaultdict[tuple[str, str], list[tuple[bool, float]]](list)
     folder = place.folder
     half_silent(folder / "model")
-    relay = Relay(f"{folder}/relay", place.service("demo").removeprefix("unix://"))
+    relayed = relay(f"{folder}/relay", place.service("demo").removeprefix("unix://"))
     for seed in range(options.rounds):
         for way in WAYS if seed % 2 else WAYS[::-1]:
             arguments = [way, f"{folder}/model", f"unix://{folder}/relay", options.policy]
-            found = intervals(*_run(relay, [*arguments, str(seed)], folder / "result.json"))
+            found = intervals(*_run(relayed, [*arguments, str(seed)], folder / "result.json"))
             for kind, values in found.items():
                 times[way, kind] += values
     report = {way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS}

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 def _batches(corpus: Corpus, tokenizer: Any, counts: list[int]) -> Iterator[torch.Tensor]:
     """Yield the token ids of each step."""
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     for number, (phase, count) in enumerate(zip(_PHASES, counts, strict=True)):
         # One token more than the length: the inputs are all but the last, the targets all but the
         # first.
@@ -213,7 +210,7 @@ def _batches(corpus: Corpus, tokenizer: Any, counts: list[int]) -> Iterator[torc
 def _fit(model: LlamaForCausalLM, tokenizer: Any, corpus: Corpus, tokens: int) -> tuple[int, int]:
     """Train the model and return the number of steps and of tokens seen."""
     counts = [max(1, round(tokens * one.share / (one.batch * one.length))) for one in _PHASES]
-    steps, seen, started = sum(counts), 0, time.monotonic()
+    steps, started = sum(counts), time.monotonic()
     # Norm weights are not decayed: their natural value is 1, not 0.
     groups: list[dict[str, Any]] = [
         {
@@ -224,9 +221,9 @@ def _fit(model: LlamaForCausalLM, tokenizer: Any, corpus: Corpus, tokens: int) -
     ]
     optimizer = torch.optim.AdamW(groups, lr=_PEAK_LEARNING_RATE, betas=_BETAS)
     model.train()
-    for step, batch in enumerate(_batches(corpus, tokenizer, counts)):
+    for done, batch in enumerate(_batches(corpus, tokenizer, counts), start=1):
         for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(step, steps)
+            group["lr"] = _learning_rate(done - 1, steps)
         inputs, targets = batch[:, :-1], batch[:, 1:]
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=inputs, use_cache=False).logits
@@ -235,14 +232,13 @@ def _fit(model: LlamaForCausalLM, tokenizer: Any, corpus: Corpus, tokens: int) -
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM)
         optimizer.step()
-        seen += inputs.numel()
-        done = step + 1
         if done % 50 == 0 or done == steps:
             left_s = (time.monotonic() - started) / done * (steps - done)
             line = f"step {done}/{steps}: loss {loss.item():.4f}, {left_s:.0f} s left"
             print(line, file=sys.stderr, flush=True)
     model.train(False)
-    return steps, seen
+    seen = (count * one.batch * one.length for count, one in zip(counts, _PHASES, strict=True))
+    return steps, sum(seen)
 
 
 def evaluate(directory: Path) -> dict[str, float | int]:
@@ -321,5 +317,13 @@ def measure(options: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    threads = torch.get_num_threads()
-    write_results(*script(__doc__, measure, "output", seed=7, tokens=10_000_000, threads=threads))
+    write_results(
+        *script(
+            __doc__,
+            measure,
+            "output",
+            seed=7,
+            tokens=10_000_000,
+            threads=torch.get_num_threads(),
+        )
+    )

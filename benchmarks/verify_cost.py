@@ -21,9 +21,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.harness import CORES, Found, Place, Repeated, main, noted
+from benchmarks.harness import CORES, Fields, Found, Options, Place, Repeated, main, noted
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
@@ -59,8 +58,8 @@ def _observed_ms(repeated: Repeated) -> tuple[float, float]:
 
 
 def _measure_batch(
-    model: Path, folder: Path, endpoint: str, batch: int, options: Any
-) -> dict[str, Any]:
+    model: Path, folder: Path, endpoint: str, batch: int, options: Options
+) -> Fields:
     """Return milliseconds of one decode step of `batch` sequences; medians of steps in turns."""
     steps = 2 * options.steps + _WARM_UP
     both = []
@@ -101,7 +100,7 @@ def _measure_batch(
     }
 
 
-def measure(options: Any, place: Place) -> Found:
+def measure(options: Options, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
     made, folder = place.model(find_shape(options.shape), linear=True), place.folder
     # First with random weights, for its scales, then with zeros.
@@ -112,14 +111,13 @@ def measure(options: Any, place: Place) -> Found:
         noted(line, _measure_batch(model, folder, endpoint, batch, options))
         for batch in options.batch
     ]
-    document = {
+    return {
         "policy": POLICY,
         "shape": options.shape,
         "threads": options.threads,
         "most_share": MOST_SHARE,
         "results": results,
-    }
-    return document, all(one["share"] <= MOST_SHARE for one in results)
+    }, all(one["share"] <= MOST_SHARE for one in results)
 
 
 if __name__ == "__main__":
