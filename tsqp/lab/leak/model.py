@@ -324,9 +324,7 @@ class PolicyLeak(_ReportModel):
         """
         found = [score.excess_high for _, score in self.scored]
         applied = [run for run in self.runs if run.refused is None]
-        if self.untried or any(run.failed for run in self.runs):
-            found.append(1.0)
-        if applied and not found:
+        if self.untried or any(run.failed for run in self.runs) or (applied and not found):
             found.append(1.0)
         return max(found, default=None)
 

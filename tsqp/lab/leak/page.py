@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
+
 from tsqp.lab.charts import Picture, drawing, picture
 from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.leak.tables import (
@@ -32,7 +38,6 @@ from tsqp.tables import definitions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
 
 # Colour, marker and words.
 _KINDS = {
@@ -63,8 +68,6 @@ def show(report: LeakReport, console: Console, *, details: bool = False) -> None
 
     `details`: with every attack and place, controls, work and refusals, and what was read.
     """
-    from rich.text import Text
-
     console.print(Text(facts(report), style="bold"))
     for sentence in warnings(report):
         console.print(Text(f"! {sentence}", style="yellow"))
@@ -353,10 +356,6 @@ def draw(
 
     On a console without colours wrong tokens are in brackets, and brackets of the text are escaped.
     """
-    from rich.rule import Rule
-    from rich.table import Table
-    from rich.text import Text
-
     marked = console.color_system is None or console.no_color
     head = Table.grid(expand=True)
     head.add_column()
@@ -392,9 +391,6 @@ def svg(shown: list[Panel]) -> str:
 
     Equal panels give equal pictures.
     """
-    from rich.console import Console
-    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-
     console = Console(
         record=True, width=_WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor"
     )

@@ -33,6 +33,5 @@ def find_attacks(name_or_path: str) -> list[type[Attack]]:
     if not is_path(name_or_path):
         return [ATTACKS.named(name_or_path)]
     found = classes_in(load_module(Path(name_or_path)), Attack)
-    if not found:
-        raise AttackError(name_or_path, got="no attack", expected="a subclass of Attack")
+    AttackError.unless(found, name_or_path, "no attack", "a subclass of Attack")
     return found

@@ -106,7 +106,6 @@ class AttentionKeys(Attack):
             for phase in PHASES
         }
         for (position, prefill), appended in sorted(_appended(view, left).items()):
-            work.tick()
             k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
             table_VX = left[prefill].of(k_VKC)
             ids_V, squares_V = torch.arange(len(table_VX)), squares(table_VX)
@@ -170,7 +169,6 @@ class CacheAtRest(Attack):
         table_VX = _directions(values_VX, view)
         ids_V = torch.arange(len(table_VX))
         for session, disk in enumerate(view.disks):
-            work.tick()
             rows_TX = _directions(_first_values(view, session, disk), view)
             cosines_TV = rows_TX @ table_VX.t()
             work.compared += cosines_TV.numel()

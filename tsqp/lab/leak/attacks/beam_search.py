@@ -21,7 +21,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import Phase, is_linear
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, linear_site
+from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, site_beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
 from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
@@ -94,17 +94,16 @@ class GramDictionary(Attack):
             return
         table_VI = dictionary(view, where)
         if where == FIRST:
-            table_VI = table_VI / PublicAndServed(view).fold(linear_site(FIRST)).float()
+            table_VI = table_VI / PublicAndServed(view).fold(site_beside(FIRST)).float()
         for session, trace in enumerate(view.traces):
             calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
             if not calls:
                 continue
             # What a mask has added stands anywhere among them: then these are not the tokens' rows.
             rows = [view.rows(call)[: step.tokens] for step, call in calls]
-            steps = (step.first for step, _ in calls)
             tokens = [
-                first + place
-                for first, own in zip(steps, rows, strict=True)
+                step.first + place
+                for (step, _), own in zip(calls, rows, strict=True)
                 for place in range(len(own))
             ]
             best = follow(torch.cat(rows), table_VI, begins, work)
@@ -121,7 +120,6 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
     ids_V = torch.arange(len(table_VI))
     beam = [Beginning((first,), ((first,),))]
     for row in range(1, len(rows_RI)):
-        work.tick()
         references = range(max(0, row - _REFERENCES), row)
         own_V = (lengths_V - gram_RR[row, row]).square()
         grown: list[Beginning] = []
@@ -258,7 +256,6 @@ def _most_likely(
         if not evidence:
             break
         for token in range(min(step.tokens, limit - step.first)):
-            work.tick()
             grown: list[Beginning] = []
             for before in beam:
                 ids_N, scores_N = _scored(view, prefixes[before.token_ids], evidence, token, work)
