@@ -87,7 +87,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     assert LeakReport.model_validate_json(report.model_dump_json()) == report
     clear, stip, segment, nothing, own = report.policies
     found = [
-        (one.attack, one.refused, one.worked, one.control and one.control.rate)
+        (one.attack, one.refused, bool(one.meaningful), one.control and one.control.rate)
         for one in clear.runs
     ]
     assert found == [

@@ -214,12 +214,12 @@ class Attack(ABC):
             f"no {', '.join(missing)}",
             "what every attack has to say",
         )
-        if not 0 < cls.published <= 1:
-            raise AttackError(
-                f"attack {cls.__name__}",
-                got=f"published = {cls.published!r}",
-                expected="a share of tokens above 0, at most 1",
-            )
+        AttackError.unless(
+            0 < cls.published <= 1,
+            f"attack {cls.__name__}",
+            f"published = {cls.published!r}",
+            "a share of tokens above 0, at most 1",
+        )
 
     def refuses(self, view: View) -> str | None:
         """Say why there is nothing here for this attack, in a few words; None: it applies."""

@@ -193,13 +193,11 @@ class AttackRunner:
         colluding = self._leak(together(recording, self._config), policy, "colluding services")
         # In the clear the observer has what the services have together.
         seen = colluding if settings.shares_in_the_clear else alone
-        observer = seen.model_copy(update={"adversary": "observer of all links"})
+        observer: dict[str, object] = {"adversary": "observer of all links"}
         if not settings.shares_in_the_clear:
             nothing = "the links are encrypted: their observer sees lengths and timing"
-            observer = observer.model_copy(
-                update={"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
-            )
-        return alone, observer, colluding
+            observer |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
+        return alone, seen.model_copy(update=observer), colluding
 
     def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
         """Let every attack at each service of a recording."""
@@ -325,8 +323,8 @@ class AttackRunner:
 
     def _control(self, kind: type[Attack], policy: Policy) -> Control:
         """Run an attack where it must work, once for each scheme that shows it."""
-        integers = policy.arithmetic == "int8" and kind.integer_control is not None
-        name = kind.integer_control if integers and kind.integer_control else kind.control
+        floats = policy.arithmetic != "int8"
+        name = kind.control if floats else kind.integer_control or kind.control
         noisy = is_noisy(policy)
         key = (kind.name, name, noisy)
         if key not in self._results:

@@ -94,10 +94,12 @@ class Laboratory:
                     if found.traceback:  # for the attack's author
                         watch.say(found.traceback)
                     watch.say(f"{found.task}: {_reason(found.error)}")
-                    continue
-                name = f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
-                self._found[name] = found
-                watch.done(f"{name}: done, {number} of {len(tasks)}")
+                else:
+                    name = (
+                        f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
+                    )
+                    self._found[name] = found
+                    watch.done(f"{name}: done, {number} of {len(tasks)}")
             if lost:
                 raise lost[0].error
         except BaseException as error:

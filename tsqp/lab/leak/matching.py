@@ -295,11 +295,10 @@ def search(
     guess for the session's rest.
     """
     for session, trace in enumerate(view.traces[: view.search_sessions]):
-        if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
-            continue
-        limit = min(view.search_tokens, trace.tokens)
-        guesses = dict(_read_on(view, session, matcher, where, limit, among, work))
-        yield Reading(place_name(where), session, range(limit), guesses)
+        if trace.steps and trace.steps[0].tokens > 1 and trace.steps[0].at(where) is not None:
+            limit = min(view.search_tokens, trace.tokens)
+            guesses = dict(_read_on(view, session, matcher, where, limit, among, work))
+            yield Reading(place_name(where), session, range(limit), guesses)
 
 
 def _read_on(

@@ -164,11 +164,6 @@ class AttackRun(_ReportModel):
         return max(scores, key=lambda score: score.strength, default=None)
 
     @property
-    def worked(self) -> bool:
-        """Whether any of its rates means something."""
-        return bool(self.meaningful)
-
-    @property
     def meaningful(self) -> tuple[Score, ...]:
         """Scores of places at which it works where it must, or that are beyond doubt.
 
@@ -187,7 +182,7 @@ class AttackRun(_ReportModel):
     @property
     def failed(self) -> bool:
         """Whether it applies and did not work, as where it gave no reading."""
-        return self.refused is None and not self.worked and not self.gave_up
+        return self.refused is None and not self.meaningful and not self.gave_up
 
     @property
     def gave_up(self) -> bool:

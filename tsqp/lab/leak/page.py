@@ -315,8 +315,8 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
         return Panel(policy.title, verdict(policy))
     right, every = sum(piece.right for piece in made.pieces), len(made.pieces)
     outcome = f"{right:,} of {every:,} tokens read, by {made.attack} at {made.where}"
-    plural = "s" if made.unseen != 1 else ""
-    unseen = f"({made.unseen:,} token{plural} of the prompt never left the TEE)"
+    stayed = f"{made.unseen:,} token{'s'[: made.unseen != 1]}"
+    unseen = f"({stayed} of the prompt never left the TEE)" if made.unseen else ""
     parts = []
     for name in ("prompt", "answer"):
         pieces = [piece for piece in made.pieces if piece.part == name]
@@ -330,8 +330,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
         )
         left = len(pieces) - len(tokens)
         parts += [Passage(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
-    shown = unseen if made.unseen else ""
-    return Panel(policy.title, verdict(policy), outcome, shown, tuple(parts))
+    return Panel(policy.title, verdict(policy), outcome, unseen, tuple(parts))
 
 
 def visible(text: str, *, ascii_only: bool = False) -> str:

@@ -186,17 +186,14 @@ def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
             and forward_order(call.where) <= forward_order(group[-1].where)
             and not _goes_on(group, call)
         )
-        if again or _turns(group, call, added):
+        # Decode begins: it alone sends this, and prefill alone something before it.
+        turns = _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+        if again or turns:
             yield group
             group = []
         group.append(call)
     if group:
         yield group
-
-
-def _turns(group: Sequence[Call], call: Call, added: Added) -> bool:
-    """Whether decode begins here: it alone sends this, and prefill alone something before it."""
-    return _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
 
 
 def _only(call: Call, phase: Phase, added: Added) -> bool:

@@ -189,11 +189,10 @@ class NoiseAveraging(Attack):
         if not view.public.has_layers or not begins:
             return
         for session, trace in enumerate(view.traces[: _SEARCHES * view.search_sessions]):
-            if not trace.steps:
-                continue
-            limit = min(view.search_tokens, trace.tokens)
-            guesses = dict(enumerate(_most_likely(view, trace, places, limit, work)))
-            yield Reading("all places", session, range(limit), guesses)
+            if trace.steps:
+                limit = min(view.search_tokens, trace.tokens)
+                guesses = dict(enumerate(_most_likely(view, trace, places, limit, work)))
+                yield Reading("all places", session, range(limit), guesses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,15 +233,13 @@ def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
     return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
 
 
-def _evidence(view: View, step: TraceStep, places: list[Where]) -> list[_Evidence]:
+def _evidence(view: View, step: TraceStep, places: list[Where]) -> Iterator[_Evidence]:
     phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
-    found = []
     # A place that is asked more than once, as for q, k and v by themselves, counts as often.
     for call in step.calls:
         sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
         if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
-            found.append(_Evidence(call.where, call.rows.float(), sigma))
-    return found
+            yield _Evidence(call.where, call.rows.float(), sigma)
 
 
 def _most_likely(
@@ -252,7 +249,7 @@ def _most_likely(
     beam, nothing = [Beginning()], view.public.nothing()
     prefixes = {nothing.token_ids: nothing}
     for step in trace.steps:
-        evidence = _evidence(view, step, places)
+        evidence = list(_evidence(view, step, places))
         if not evidence:
             break
         for token in range(min(step.tokens, limit - step.first)):

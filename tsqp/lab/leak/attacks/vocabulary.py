@@ -36,9 +36,6 @@ from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
-_IDS: Where = (None, "embedding")
-_HEAD: Where = (None, "lm_head")
-
 
 class TokenIds(Attack):
     """Reads the ids that are sent to be looked up.
@@ -117,7 +114,7 @@ Found = Iterator[tuple[int, int, tuple[int, ...]]]
 
 def _ids(view: View) -> Found:
     """Yield what `View.readings` takes, of token ids: of those in no order all for each token."""
-    for session, step, call in view.calls_at(_IDS):
+    for session, step, call in view.calls_at((None, "embedding")):
         ids = call.rows.flatten().tolist()
         for token in range(step.tokens):
             own = ids[token : token + 1] if len(ids) == step.tokens else ids
@@ -129,7 +126,7 @@ def _computed(view: View, work: Work) -> Found:
     head_VD = view.public.lm_head_VD
     masks = [one.mask for one in view.policy.operators["lm_head"]]
     flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
-    for session, step, call in view.calls_at(_HEAD):
+    for session, step, call in view.calls_at((None, "lm_head")):
         logits_RV = call.rows.float() @ head_VD.T
         work.compared += logits_RV.numel()
         if flips:
