@@ -28,9 +28,8 @@ from tsqp.lab.leak.attack_runner import AttackRunner, LeakProgress, LeakSettings
 from tsqp.lab.leak.attacks.attention import CacheAtRest
 from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
-from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory, agreement
-from tsqp.lab.leak.model import LeakReport, Rate
+from tsqp.lab.leak.model import LeakReport, Rate, needed
 from tsqp.lab.leak.tables import above
 from tsqp.processes import ProcessError
 

@@ -334,10 +334,15 @@ class AttackRunner:
             scores: tuple[Score, ...] = ()
             if recording.observable:
                 view = self._view(recording, 0, settings.search_sessions)
-                # What reads nothing on a disk must read it where nothing is encrypted.
-                view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
-                if noisy:  # as few candidates as there
-                    view = replace(view, search_candidates=settings.noisy_candidates)
+                view = replace(
+                    view,
+                    # What reads nothing on a disk must read it where nothing is encrypted.
+                    disks=tuple(disk.clear for disk in recording.disks),
+                    # Of noise as few candidates as there.
+                    search_candidates=(
+                        settings.noisy_candidates if noisy else view.search_candidates
+                    ),
+                )
                 scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
             best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
@@ -429,8 +434,11 @@ def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
     def covers(where: Where) -> set[str]:
         layer, operator = where
         placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
-        masks = [one.mask for one in placed if one.leaves]
-        return {mask.described() if mask is not None else "in the clear" for mask in masks}
+        return {
+            one.mask.described() if one.mask is not None else "in the clear"
+            for one in placed
+            if one.leaves
+        }
 
     known = {cover for where in places if place_name(where) in tried for cover in covers(where)}
     return tuple(

@@ -33,8 +33,7 @@ from tsqp.lab.leak.attack_runner import (
     Outcome,
     tasks_of,
 )
-from tsqp.lab.leak.interval import needed
-from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak
+from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak, needed
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import KEY, SERVED
 from tsqp.lab.leak.score import is_noisy, with_sigma

@@ -218,14 +218,13 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
         first: int | None = None
         for step in trace.steps:
             observed = observe(view, step, where)
-            if observed is None or not (step.tokens == 1 or matcher.tells(observed)):
-                continue
-            first = step.first if first is None else first
-            distances_TV = matcher.look_up(observed, table_VD)
-            work.compared += distances_TV.numel()
-            for token, distances_V in enumerate(distances_TV):
-                if guess := best(distances_V, ids_V):
-                    guesses[step.first + token] = guess
+            if observed is not None and (step.tokens == 1 or matcher.tells(observed)):
+                first = step.first if first is None else first
+                distances_TV = matcher.look_up(observed, table_VD)
+                work.compared += distances_TV.numel()
+                for token, distances_V in enumerate(distances_TV):
+                    if guess := best(distances_V, ids_V):
+                        guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
 

@@ -111,10 +111,10 @@ def reconstruct(
 
     A token alone is decoded for each piece; bytes that are no character yet are shown as such.
     """
-    own = [reading for reading in readings if reading.where == where]
-    if not own:
+    own = (reading for reading in readings if reading.where == where)
+    reading = min(own, key=lambda one: one.session, default=None)
+    if reading is None:
         return None
-    reading = min(own, key=lambda one: one.session)
     truth = truths[reading.session]
     tokens = stream(truth)
     pieces = []

@@ -99,10 +99,9 @@ class AttentionKeys(Attack):
 
     def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
-        policy = view.policy
         # What the masks leave, of prefill (True) and of decode.
         left = {
-            phase == "prefill": invariant(policy.at("attn_scores", 0, phase).mask)
+            phase == "prefill": invariant(view.policy.at("attn_scores", 0, phase).mask)
             for phase in PHASES
         }
         for (position, prefill), appended in sorted(_appended(view, left).items()):
@@ -135,8 +134,9 @@ def _appended(
             own = slice(start + token, start + token + 1)
             # Of its own a copy: a part would keep the whole.
             among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-            at = found.setdefault((start + token, prefill), [])
-            at.append((session, step.first + token, among_MX))
+            found.setdefault((start + token, prefill), []).append(
+                (session, step.first + token, among_MX)
+            )
     return found
 
 
