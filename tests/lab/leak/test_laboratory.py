@@ -28,9 +28,8 @@ from tsqp.lab.leak.attack_runner import AttackRunner, LeakProgress, LeakSettings
 from tsqp.lab.leak.attacks.attention import CacheAtRest
 from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
-from tsqp.lab.leak.interval import needed
 from tsqp.lab.leak.laboratory import Laboratory, agreement
-from tsqp.lab.leak.model import LeakReport, Rate
+from tsqp.lab.leak.model import LeakReport, Rate, needed
 from tsqp.lab.leak.tables import above
 from tsqp.processes import ProcessError
 
@@ -87,7 +86,7 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
     assert LeakReport.model_validate_json(report.model_dump_json()) == report
     clear, stip, segment, nothing, own = report.policies
     found = [
-        (one.attack, one.refused, one.worked, one.control and one.control.rate)
+        (one.attack, one.refused, bool(one.meaningful), one.control and one.control.rate)
         for one in clear.runs
     ]
     assert found == [

@@ -39,7 +39,7 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 def observed(rows_RI: torch.Tensor, tokens: int | None = None) -> Observed:
-    return Observed(FIRST, rows_RI, 0, len(rows_RI) if tokens is None else tokens, 1e-3)
+    return Observed(FIRST, rows_RI, len(rows_RI) if tokens is None else tokens, 1e-3)
 
 
 class Planned(Matcher):

@@ -10,8 +10,7 @@ import torch
 from tests.kit.leaks import leak_of, run_of, score_of, truth_of
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import AttackError, Reading
-from tsqp.lab.leak.interval import LUCK, by_luck, needed, wilson
-from tsqp.lab.leak.model import Control, Rate, Score
+from tsqp.lab.leak.model import LUCK, Control, Rate, Score, by_luck, needed, wilson
 from tsqp.lab.leak.recording import Truth
 from tsqp.lab.leak.score import harm, score
 

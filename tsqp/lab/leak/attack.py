@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,8 +25,6 @@ from tsqp.lab.leak.trace import Call, Trace, TraceStep, Where, forward_order
 # Guesses that are scored for each token, best first.
 TOP = 5
 
-Progress = Callable[[], None]
-
 
 class AttackError(InputError):
     """An attack that does not say what it has to, or that is not found."""
@@ -37,12 +35,11 @@ class Work:
     """What reading cost the attacker.
 
     `compared`: candidates that were compared with something observed; `modelled`: token positions
-    that were run through layers of the public model. `tick` is called now and then.
+    that were run through layers of the public model.
     """
 
     compared: int = 0
     modelled: int = 0
-    tick: Progress = field(default=lambda: None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -217,12 +214,12 @@ class Attack(ABC):
             f"no {', '.join(missing)}",
             "what every attack has to say",
         )
-        if not 0 < cls.published <= 1:
-            raise AttackError(
-                f"attack {cls.__name__}",
-                got=f"published = {cls.published!r}",
-                expected="a share of tokens above 0, at most 1",
-            )
+        AttackError.unless(
+            0 < cls.published <= 1,
+            f"attack {cls.__name__}",
+            f"published = {cls.published!r}",
+            "a share of tokens above 0, at most 1",
+        )
 
     def refuses(self, view: View) -> str | None:
         """Say why there is nothing here for this attack, in a few words; None: it applies."""

@@ -185,7 +185,7 @@ class AttackRunner:
         settings, watch = self.settings, self._watch
         self._calibrate(policy)
         watch.doing(f"{policy.name}: recording")
-        recording = self._play(policy, settings.prompts, settings.new_tokens)
+        recording = play(policy, settings.prompts, self._play_settings(settings.new_tokens))
         watch.step(1)
         alone = self._leak(recording, policy, "service")
         if policy.services < 2:
@@ -193,13 +193,11 @@ class AttackRunner:
         colluding = self._leak(together(recording, self._config), policy, "colluding services")
         # In the clear the observer has what the services have together.
         seen = colluding if settings.shares_in_the_clear else alone
-        observer = seen.model_copy(update={"adversary": "observer of all links"})
+        observer: dict[str, object] = {"adversary": "observer of all links"}
         if not settings.shares_in_the_clear:
             nothing = "the links are encrypted: their observer sees lengths and timing"
-            observer = observer.model_copy(
-                update={"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
-            )
-        return alone, observer, colluding
+            observer |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
+        return alone, seen.model_copy(update=observer), colluding
 
     def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
         """Let every attack at each service of a recording."""
@@ -260,10 +258,11 @@ class AttackRunner:
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-            recording = self._play(changed, self._texts, settings.new_tokens)
+            playing = self._play_settings(settings.new_tokens)
+            recording = play(changed, self._texts, playing)
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
-            noisy = logits_of(changed, self._texts, self._play_settings())
+            noisy = logits_of(changed, self._texts, self._play_settings(settings.new_tokens))
             found = harm(self._texts, self._plain, noisy)
             points.append(point_of(changed, sigma, runs, found, view.public))
             reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
@@ -287,42 +286,45 @@ class AttackRunner:
 
     @cached_property
     def _plain(self) -> list[torch.Tensor]:
-        return logits_of(load_policy("tee-only"), self._texts, self._play_settings())
+        return logits_of(
+            load_policy("tee-only"), self._texts, self._play_settings(self.settings.new_tokens)
+        )
 
     def _attack(
-        self, kind: type[Attack], view: View, recording: Recording, service: int
+        self,
+        kind: type[Attack],
+        view: View,
+        recording: Recording,
+        service: int,
+        *,
+        is_control: bool = False,
     ) -> tuple[AttackRun, list[Reading]]:
-        """Let one attack at one service, and where it must work; returns what it read as well."""
-        run, found = self._read(kind, view, recording, service)
-        if run.refused is None:
-            run = run.model_copy(update={"control": self._control(kind, recording.policy)})
-        return run, found
+        """Let one attack at one service, and where it must work, unless this is that.
 
-    @staticmethod
-    def _read(
-        kind: type[Attack], view: View, recording: Recording, service: int
-    ) -> tuple[AttackRun, list[Reading]]:
-        """Let one attack at one service; returns what it read as well."""
+        Returns what it read as well.
+        """
         attack, work = kind(), Work()
         refused = attack.refuses(view)
         started = time.process_time()
         found = list(attack.read(view, work)) if refused is None else []
+        spent = time.process_time() - started
+        alone = is_control or refused is not None
         run = AttackRun(
             attack=kind.name,
             service=service + 1,
             refused=refused,
-            control=None,
+            control=None if alone else self._control(kind, recording.policy),
             scores=score(found, [session.truth for session in recording.sessions]),
             compared=work.compared,
             modelled=work.modelled,
-            cpu_s=time.process_time() - started if refused is None else 0.0,
+            cpu_s=spent if refused is None else 0.0,
         )
         return run, found
 
     def _control(self, kind: type[Attack], policy: Policy) -> Control:
         """Run an attack where it must work, once for each scheme that shows it."""
-        integers = policy.arithmetic == "int8" and kind.integer_control is not None
-        name = kind.integer_control if integers and kind.integer_control else kind.control
+        floats = policy.arithmetic != "int8"
+        name = kind.control if floats else kind.integer_control or kind.control
         noisy = is_noisy(policy)
         key = (kind.name, name, noisy)
         if key not in self._results:
@@ -332,11 +334,16 @@ class AttackRunner:
             scores: tuple[Score, ...] = ()
             if recording.observable:
                 view = self._view(recording, 0, settings.search_sessions)
-                # What reads nothing on a disk must read it where nothing is encrypted.
-                view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
-                if noisy:  # as few candidates as there
-                    view = replace(view, search_candidates=settings.noisy_candidates)
-                scores = self._read(kind, view, recording, 0)[0].scores
+                view = replace(
+                    view,
+                    # What reads nothing on a disk must read it where nothing is encrypted.
+                    disks=tuple(disk.clear for disk in recording.disks),
+                    # Of noise as few candidates as there.
+                    search_candidates=(
+                        settings.noisy_candidates if noisy else view.search_candidates
+                    ),
+                )
+                scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
             best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
                 attack=kind.name,
@@ -382,10 +389,10 @@ class AttackRunner:
             settings = self.settings
             policy = load_policy(path)
             self._calibrate(policy)
-            self._controls[path] = self._play(
+            self._controls[path] = play(
                 policy,
                 settings.prompts[:_CONTROL_SESSIONS],
-                min(settings.new_tokens, _CONTROL_TOKENS),
+                self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
             )
         return self._controls[path]
 
@@ -402,10 +409,7 @@ class AttackRunner:
             disks=tuple(disk.encrypted for disk in recording.disks),
         )
 
-    def _play(self, policy: Policy, prompts: Sequence[Sequence[int]], new_tokens: int) -> Recording:
-        return play(policy, prompts, replace(self._play_settings(), new_tokens=new_tokens))
-
-    def _play_settings(self) -> PlaySettings:
+    def _play_settings(self, new_tokens: int) -> PlaySettings:
         settings = self.settings
         self._plays += 1
         folder = self._folder / f"play-{self._plays}"
@@ -413,7 +417,7 @@ class AttackRunner:
         return PlaySettings(
             model=self._model,
             folder=folder,
-            new_tokens=settings.new_tokens,
+            new_tokens=new_tokens,
             dtype=settings.dtype,
             temperature=settings.temperature,
             seed=settings.seed,
@@ -430,13 +434,13 @@ def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:
     def covers(where: Where) -> set[str]:
         layer, operator = where
         placed = [policy.at(operator, layer or 0, phase) for phase in PHASES]
-        masks = [one.mask for one in placed if one.leaves]
-        return {mask.described() if mask is not None else "in the clear" for mask in masks}
+        return {
+            one.mask.described() if one.mask is not None else "in the clear"
+            for one in placed
+            if one.leaves
+        }
 
-    known: set[str] = set()
-    for where in places:
-        if place_name(where) in tried:
-            known |= covers(where)
+    known = {cover for where in places if place_name(where) in tried for cover in covers(where)}
     return tuple(
         f"{place_name(where)} ({', '.join(sorted(covers(where)))})"
         for where in places

@@ -33,8 +33,7 @@ from tsqp.lab.leak.attack_runner import (
     Outcome,
     tasks_of,
 )
-from tsqp.lab.leak.interval import needed
-from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak
+from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak, needed
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import KEY, SERVED
 from tsqp.lab.leak.score import is_noisy, with_sigma
@@ -94,10 +93,12 @@ class Laboratory:
                     if found.traceback:  # for the attack's author
                         watch.say(found.traceback)
                     watch.say(f"{found.task}: {_reason(found.error)}")
-                    continue
-                name = f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
-                self._found[name] = found
-                watch.done(f"{name}: done, {number} of {len(tasks)}")
+                else:
+                    name = (
+                        f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
+                    )
+                    self._found[name] = found
+                    watch.done(f"{name}: done, {number} of {len(tasks)}")
             if lost:
                 raise lost[0].error
         except BaseException as error:
@@ -314,8 +315,7 @@ def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
         ),
     ]
     for refused, where, got, expected in rows:
-        if refused:
-            raise SettingsError(where, got=got, expected=expected)
+        SettingsError.unless(not refused, where, got, expected)
 
 
 def agreement(prompts: Sequence[Sequence[int]]) -> float:
@@ -375,15 +375,15 @@ def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> lis
     """
     start = tokenizer.encode("")
     every = tokenizer.encode(text, add_special_tokens=False)
-    pieces = (
-        _split(every, start[0])
-        if start and start[0] in every
-        else [
+    if start and start[0] in every:
+        begins = [index for index, token in enumerate(every) if token == start[0]]
+        pieces = [every[one:end] for one, end in itertools.pairwise([*begins, len(every)])]
+    else:
+        pieces = [
             [*start, *tokenizer.encode(part, add_special_tokens=False)]
             for part in text.split("\n\n")
             if part.strip()
         ]
-    )
     long_enough = [piece[:tokens] for piece in pieces if len(piece) >= _LEAST_TOKENS]
     # Two that are equal would be each other's chance.
     found = [list(piece) for piece in dict.fromkeys(map(tuple, long_enough))]
@@ -400,12 +400,6 @@ def random_prompts(vocab_size: int, count: int, tokens: int, seed: int) -> list[
     """Return random token ids, for a model that was never trained."""
     chance = random.Random(seed)
     return [[chance.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
-
-
-def _split(ids: list[int], bos: int) -> list[list[int]]:
-    starts = [index for index, token in enumerate(ids) if token == bos]
-    ends = [*starts[1:], len(ids)]
-    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 # ---------------------------------------------------------------------------------- side by side

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -41,14 +42,13 @@ class Observed:
     """One request of a trace as a matcher needs it.
 
     `rows_RI`: what crossed, as floats; with more rows than tokens a mask has added some among them,
-    and no row says which token's it is. `first`, `tokens`: of its step. `certain`: a relative
-    distance that only the right candidate comes below, by the digits that crossed. `used`: rows
-    that belong to tokens that were read.
+    and no row says which token's it is. `tokens`: of its step. `certain`: a relative distance that
+    only the right candidate comes below, by the digits that crossed. `used`: rows that belong to
+    tokens that were read.
     """
 
     where: Where
     rows_RI: torch.Tensor
-    first: int
     tokens: int
     certain: float
     used: set[int] = field(default_factory=set)
@@ -77,8 +77,9 @@ class Matcher(ABC):
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
         """Return the distances of all tokens of a request from all of a dictionary: [T, V]."""
-        each = [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
-        return torch.stack(each)
+        return torch.stack(
+            [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
+        )
 
     def tells(self, observed: Observed) -> bool:
         """Whether rows say whose they are."""
@@ -189,7 +190,7 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     if call is None:
         return None
     certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
-    return Observed(where, view.rows(call), step.first, step.tokens, certain)
+    return Observed(where, view.rows(call), step.tokens, certain)
 
 
 # ------------------------------------------------------------------------------- the first layer
@@ -213,19 +214,17 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
     table_VD = dictionary(view, where)
     ids_V = torch.arange(len(table_VD))
     for session, trace in enumerate(view.traces):
-        work.tick()
         guesses: dict[int, tuple[int, ...]] = {}
         first: int | None = None
         for step in trace.steps:
             observed = observe(view, step, where)
-            if observed is None or not (step.tokens == 1 or matcher.tells(observed)):
-                continue
-            first = step.first if first is None else first
-            distances_TV = matcher.look_up(observed, table_VD)
-            work.compared += distances_TV.numel()
-            for token, distances_V in enumerate(distances_TV):
-                if guess := best(distances_V, ids_V):
-                    guesses[step.first + token] = guess
+            if observed is not None and (step.tokens == 1 or matcher.tells(observed)):
+                first = step.first if first is None else first
+                distances_TV = matcher.look_up(observed, table_VD)
+                work.compared += distances_TV.numel()
+                for token, distances_V in enumerate(distances_TV):
+                    if guess := best(distances_V, ids_V):
+                        guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
 
@@ -262,21 +261,6 @@ def present(view: View, matcher: Matcher, work: Work) -> Among:
 # ---------------------------------------------------------------------------------------- deeper
 
 
-def read_places(
-    view: View,
-    matcher: Matcher,
-    places: Sequence[Where],
-    work: Work,
-    among: Among | None = None,
-) -> Iterator[Reading]:
-    """Look up in the first layer; search at every other place, where the attacker has weights."""
-    for where in places:
-        if where in FIRST_PLACES:
-            yield from look_up(view, matcher, work, where)
-        elif view.public.has_layers:
-            yield from search(view, matcher, where, work, among)
-
-
 class Matching(Attack):
     """A family of attacks: what an invariant tells of the rows at every place."""
 
@@ -292,7 +276,11 @@ class Matching(Attack):
         """Look up in the first layer; search at every other place, where there are weights."""
         matcher = self.matcher(view)
         among = None if matcher.ordered else present(view, self.matcher(view), work)
-        return read_places(view, matcher, self.places(view), work, among)
+        for where in self.places(view):
+            if where in FIRST_PLACES:
+                yield from look_up(view, matcher, work, where)
+            elif view.public.has_layers:
+                yield from search(view, matcher, where, work, among)
 
 
 def search(
@@ -306,11 +294,10 @@ def search(
     guess for the session's rest.
     """
     for session, trace in enumerate(view.traces[: view.search_sessions]):
-        if not trace.steps or trace.steps[0].tokens == 1 or trace.steps[0].at(where) is None:
-            continue
-        limit = min(view.search_tokens, trace.tokens)
-        guesses = dict(_read_on(view, session, matcher, where, limit, among, work))
-        yield Reading(place_name(where), session, range(limit), guesses)
+        if trace.steps and trace.steps[0].tokens > 1 and trace.steps[0].at(where) is not None:
+            limit = min(view.search_tokens, trace.tokens)
+            guesses = dict(_read_on(view, session, matcher, where, limit, among, work))
+            yield Reading(place_name(where), session, range(limit), guesses)
 
 
 def _read_on(
@@ -329,10 +316,9 @@ def _read_on(
             return
         there = None if among is None else among(step)
         for token in range(min(step.tokens, limit - step.first)):
-            work.tick()
             ids_N = public.likely(prefix)
             # Of a beginning one alone is expected.
-            expected = ids_N[: _EXPECTED if prefix.tokens else 1].tolist()
+            expected = ids_N[: _EXPECTED if prefix.token_ids else 1].tolist()
             if there is not None:
                 ids_N = ids_N[torch.isin(ids_N, there)]
             ids_N = ids_N[: view.search_candidates]
@@ -367,10 +353,11 @@ def nearest(
     distances: list[torch.Tensor] = []
     # Of each block one state alone: all of them are as large as the vocabulary.
     chosen: list[tuple[int, torch.Tensor]] = []
-    for start, end in _blocks(len(ids_N)):
+    edges = [0, *range(_FIRST_BLOCK, len(ids_N), _BLOCK), len(ids_N)]
+    for start, end in pairwise(edges):
         block_N = ids_N[start:end]
         # What stands at the beginning is asked for at every place.
-        keep = start == 0 or prefix.tokens == 0
+        keep = start == 0 or not prefix.token_ids
         computed = view.public.states(prefix, block_N.tolist(), keep=keep)
         states_NI = computed.inputs[observed.where]
         found_N = far_if_nan(matcher.distances(observed, token, states_NI))
@@ -406,10 +393,3 @@ def _ratio(distances_N: torch.Tensor) -> float:
         return 1.0
     nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
     return nearest / next_one if next_one and math.isfinite(next_one) else 1.0
-
-
-def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    start, size = 0, _FIRST_BLOCK
-    while start < count:
-        yield start, min(start + size, count)
-        start, size = start + size, _BLOCK

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
+
 from tsqp.lab.charts import Picture, drawing, picture
 from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.leak.tables import (
@@ -32,7 +38,6 @@ from tsqp.tables import definitions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
 
 # Colour, marker and words.
 _KINDS = {
@@ -63,8 +68,6 @@ def show(report: LeakReport, console: Console, *, details: bool = False) -> None
 
     `details`: with every attack and place, controls, work and refusals, and what was read.
     """
-    from rich.text import Text
-
     console.print(Text(facts(report), style="bold"))
     for sentence in warnings(report):
         console.print(Text(f"! {sentence}", style="yellow"))
@@ -312,8 +315,8 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
         return Panel(policy.title, verdict(policy))
     right, every = sum(piece.right for piece in made.pieces), len(made.pieces)
     outcome = f"{right:,} of {every:,} tokens read, by {made.attack} at {made.where}"
-    plural = "s" if made.unseen != 1 else ""
-    unseen = f"({made.unseen:,} token{plural} of the prompt never left the TEE)"
+    stayed = f"{made.unseen:,} token{'s'[: made.unseen != 1]}"
+    unseen = f"({stayed} of the prompt never left the TEE)" if made.unseen else ""
     parts = []
     for name in ("prompt", "answer"):
         pieces = [piece for piece in made.pieces if piece.part == name]
@@ -327,8 +330,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
         )
         left = len(pieces) - len(tokens)
         parts += [Passage(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
-    shown = unseen if made.unseen else ""
-    return Panel(policy.title, verdict(policy), outcome, shown, tuple(parts))
+    return Panel(policy.title, verdict(policy), outcome, unseen, tuple(parts))
 
 
 def visible(text: str, *, ascii_only: bool = False) -> str:
@@ -353,10 +355,6 @@ def draw(
 
     On a console without colours wrong tokens are in brackets, and brackets of the text are escaped.
     """
-    from rich.rule import Rule
-    from rich.table import Table
-    from rich.text import Text
-
     marked = console.color_system is None or console.no_color
     head = Table.grid(expand=True)
     head.add_column()
@@ -392,9 +390,6 @@ def svg(shown: list[Panel]) -> str:
 
     Equal panels give equal pictures.
     """
-    from rich.console import Console
-    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-
     console = Console(
         record=True, width=_WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor"
     )

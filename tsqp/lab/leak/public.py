@@ -61,11 +61,6 @@ class Prefix:
     values: tuple[torch.Tensor, ...]
     logits_V: torch.Tensor | None
 
-    @property
-    def tokens(self) -> int:
-        """How many."""
-        return len(self.token_ids)
-
 
 @dataclass(frozen=True, eq=False)
 class States:
@@ -123,8 +118,7 @@ class PublicModel:
     @property
     def has_layers(self) -> bool:
         """Whether the attacker has the linear weights, too."""
-        tensors = linear_tensors(self._linear_config)
-        return self._linear_checkpoint.holds(tensors)
+        return self._linear_checkpoint.holds(linear_tensors(self._linear_config))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -253,7 +247,7 @@ class PublicModel:
             values.append(v_NKC.contiguous())
             return self._attended(prefix, layer.index, q_NHC, k_NKC, v_NKC)
 
-        config, position = self.config, prefix.tokens
+        config, position = self.config, len(prefix.token_ids)
         layers = [
             Layer(index=index, **bound(norms, config, _MATHS))
             for index, norms in enumerate(self.light.norms)
@@ -307,7 +301,7 @@ class PublicModel:
         H, K, C = self.config.heads
         N, G = len(q_NHC), H // K
         window = self.config.sliding_windows[layer]
-        start = 0 if window is None else max(0, prefix.tokens - window + 1)
+        start = 0 if window is None else max(0, len(prefix.token_ids) - window + 1)
         k_KSC, v_KSC = prefix.keys[layer][:, start:], prefix.values[layer][:, start:]
         q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
         before_KNS = q_KNGC @ k_KSC.transpose(1, 2)

@@ -135,8 +135,7 @@ class RecordingChannel(AtOnce):
         with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
             clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
-            name = SessionName(b"", part.session, *layers)
-            found = _Found(directory, name, cache)
+            found = _Found(directory, SessionName(b"", part.session, *layers), cache)
             try:
                 return Disk(found.contents(), clear)
             finally:
@@ -315,8 +314,7 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
     model = load_tee_model(config, checkpoint, dtype)
 
     def assembled(masks: MaskSettings) -> Assembly:
-        steps = DEFAULT_STEP_TOKENS
-        return Assembly(policy, config, checkpoint, model, masks, step_tokens=steps)
+        return Assembly(policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS)
 
     served = settings.model
     if policy.feature_mask is None:
@@ -332,8 +330,9 @@ def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
     try:
         channels: tuple[RecordingChannel, ...] = ()
         if policy.services:
-            kinds = [policy.served_arithmetic]
-            weights = load_weights(served, device=CPU, dtype=dtype, arithmetic=kinds)
+            weights = load_weights(
+                served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic]
+            )
             names = (f"service {number}" for number in range(1, policy.services + 1))
             channels = tuple(RecordingChannel(weights, name) for name in names)
         yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
@@ -361,7 +360,14 @@ def _session(
         before, start = after, end
     traces = tuple(Trace(channel.take().messages, added) for channel in channels)
     every = [*sequence.prompt_ids, *sequence.token_ids]
-    positions = [position for part in _crossed(parts, traces) for position in part]
+    steps = traces[0].steps if traces else ()
+    if len(steps) == len(parts):
+        # Of an LM head alone the last token, whose row it gets; else all of a step.
+        parts = [
+            (max(start, end - step.tokens), end)
+            for (start, end), step in zip(parts, steps, strict=True)
+        ]
+    positions = [position for part in parts for position in range(*part)]
     for channel, trace in zip(channels, traces, strict=True):
         TraceError.unless(
             trace.tokens == len(positions),
@@ -378,20 +384,6 @@ def _session(
         last=every[positions[-1] + 1] if positions else None,
     )
     return RecordedSession(traces, truth)
-
-
-def _crossed(parts: Sequence[tuple[int, int]], traces: Sequence[Trace]) -> list[range]:
-    """Return the positions of the tokens that each step's requests are about.
-
-    All of the step; of an LM head alone the last one, whose row it gets.
-    """
-    steps = traces[0].steps if traces else ()
-    if len(steps) != len(parts):
-        return [range(start, end) for start, end in parts]
-    return [
-        range(max(start, end - step.tokens), end)
-        for (start, end), step in zip(parts, steps, strict=True)
-    ]
 
 
 # ------------------------------------------------------------------------------------- adversaries

@@ -37,12 +37,22 @@ class _Tally:
 
 
 def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, ...]:
-    """Score readings of all sessions, place by place, in the order of their first appearance."""
+    """Score readings of all sessions, place by place, in the order of their first appearance.
+
+    Raises AttackError for what would be counted twice, or is about nothing.
+    """
     tallies: dict[str, _Tally] = {}
     streams = [stream(truth) for truth in truths]
     seen: set[tuple[str, int]] = set()
     for reading in readings:
-        _check(reading, len(truths), seen)
+        key = (reading.where, reading.session)
+        AttackError.unless(
+            key not in seen and 0 <= reading.session < len(truths) and reading.tokens.start >= 0,
+            f"reading of session {reading.session} at {reading.where}",
+            f"tokens {reading.tokens}" + (", a second time" if key in seen else ""),
+            f"each place once in each of {len(truths)} sessions, tokens counted from 0",
+        )
+        seen.add(key)
         tally = tallies.setdefault(reading.where, _Tally())
         _count(tally, reading, streams)
     return tuple(
@@ -55,18 +65,6 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
         )
         for where, tally in tallies.items()
     )
-
-
-def _check(reading: Reading, sessions: int, seen: set[tuple[str, int]]) -> None:
-    """Refuse what would be counted twice, or is about nothing. Raises AttackError."""
-    key = (reading.where, reading.session)
-    if key in seen or not 0 <= reading.session < sessions or reading.tokens.start < 0:
-        raise AttackError(
-            f"reading of session {reading.session} at {reading.where}",
-            got=f"tokens {reading.tokens}" + (", a second time" if key in seen else ""),
-            expected=f"each place once in each of {sessions} sessions, tokens counted from 0",
-        )
-    seen.add(key)
 
 
 def stream(truth: Truth) -> list[tuple[int, bool]]:
@@ -113,16 +111,14 @@ def reconstruct(
 
     A token alone is decoded for each piece; bytes that are no character yet are shown as such.
     """
-    own = [reading for reading in readings if reading.where == where]
-    if not own:
+    own = (reading for reading in readings if reading.where == where)
+    reading = min(own, key=lambda one: one.session, default=None)
+    if reading is None:
         return None
-    reading = min(own, key=lambda one: one.session)
     truth = truths[reading.session]
     tokens = stream(truth)
     pieces = []
-    for index in reading.tokens:
-        if index >= len(tokens):
-            continue
+    for index in (index for index in reading.tokens if index < len(tokens)):
         token, is_answer = tokens[index]
         guesses = reading.guesses.get(index, ())
         pieces.append(

@@ -110,7 +110,12 @@ class Trace:
         smallest step tells how many rows a mask adds to each: a decoded token is one row.
         """
         groups = list(_groups(self.calls, self.added))
-        sizes = _counted(groups, self.added) if self.added else _guessed(groups)
+        # What has a row for each token of a step: the LM head has fewer.
+        each = [
+            [call for call in group if call.operator not in (*PRODUCTS, "lm_head")]
+            for group in groups
+        ]
+        sizes = _counted(each, self.added) if self.added else _guessed(each)
         steps, first = [], 0
         for group, tokens in zip(groups, sizes, strict=True):
             steps.append(TraceStep(first, tokens, tuple(group)))
@@ -156,9 +161,9 @@ def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
             layer, products = request.layer_idx, 0
             operator = _OPERATOR_OF[request.module_names[0]]
             yield Call(operator, layer, request.module_names, tensors)
-            continue
-        yield Call(*_named(request, layer, products), (), tensors)
-        products += isinstance(request, MatmulRequest)
+        else:
+            yield Call(*_named(request, layer, products), (), tensors)
+            products += isinstance(request, MatmulRequest)
 
 
 def _named(request: Request, layer: int | None, products: int) -> tuple[Operator, int | None]:
@@ -181,17 +186,14 @@ def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
             and forward_order(call.where) <= forward_order(group[-1].where)
             and not _goes_on(group, call)
         )
-        if again or _turns(group, call, added):
+        # Decode begins: it alone sends this, and prefill alone something before it.
+        turns = _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+        if again or turns:
             yield group
             group = []
         group.append(call)
     if group:
         yield group
-
-
-def _turns(group: Sequence[Call], call: Call, added: Added) -> bool:
-    """Whether decode begins here: it alone sends this, and prefill alone something before it."""
-    return _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
 
 
 def _only(call: Call, phase: Phase, added: Added) -> bool:
@@ -201,9 +203,8 @@ def _only(call: Call, phase: Phase, added: Added) -> bool:
 
 def _goes_on(group: Sequence[Call], call: Call) -> bool:
     """Whether this is another module of the same operator."""
-    if call.where != group[-1].where:
-        return False
-    return not any(call.modules == other.modules for other in group if other.where == call.where)
+    before = [other.modules for other in group if other.where == call.where]
+    return call.where == group[-1].where and call.modules not in before
 
 
 def place_name(where: Where) -> str:
@@ -223,7 +224,7 @@ def forward_order(where: Where) -> tuple[int, int]:
 
 def _guessed(groups: Sequence[Sequence[Call]]) -> list[int]:
     """Return the tokens of steps whose masks add as many rows to each request, in each step."""
-    rows = [max((len(call.rows) for call in _each(group)), default=1) for group in groups]
+    rows = [max((len(call.rows) for call in group), default=1) for group in groups]
     # One step alone may be a prompt: then nothing tells.
     added = min(rows) - 1 if len(rows) > 1 else 0
     return [max(1, count - added) for count in rows]
@@ -246,12 +247,6 @@ def _counted(groups: Sequence[Sequence[Call]], added: Added) -> list[int]:
 
 def _tokens(group: Sequence[Call], phase: Phase, added: Added) -> set[int] | None:
     """Return how many tokens requests are about in a phase, None where not all are sent in it."""
-    calls = _each(group)
-    if any((call.where, phase) not in added for call in calls):
+    if any((call.where, phase) not in added for call in group):
         return None
-    return {len(call.rows) - added[call.where, phase] for call in calls}
-
-
-def _each(group: Sequence[Call]) -> list[Call]:
-    """Return the requests that have a row for each token of a step: the LM head has fewer."""
-    return [call for call in group if call.operator not in (*PRODUCTS, "lm_head")]
+    return {len(call.rows) - added[call.where, phase] for call in group}

@@ -14,14 +14,17 @@ from tee_side.plugins import Kind, classes_in, load_module
 from tee_side.protect.masks.registry import is_path
 from tsqp.lab.leak.attack import Attack, AttackError
 
-_MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 ATTACKS: Kind[Attack] = Kind(
     Attack,
     "attack",
     "Attack",
     AttackError,
     group="tsqp.attacks",
-    builtin={found.name: found for module in _MODULES for found in classes_in(module, Attack)},
+    builtin={
+        found.name: found
+        for module in iter_modules(__path__)
+        for found in classes_in(import_module(f"{__name__}.{module.name}"), Attack)
+    },
 )
 
 
@@ -33,6 +36,5 @@ def find_attacks(name_or_path: str) -> list[type[Attack]]:
     if not is_path(name_or_path):
         return [ATTACKS.named(name_or_path)]
     found = classes_in(load_module(Path(name_or_path)), Attack)
-    if not found:
-        raise AttackError(name_or_path, got="no attack", expected="a subclass of Attack")
+    AttackError.unless(found, name_or_path, "no attack", "a subclass of Attack")
     return found

@@ -99,14 +99,12 @@ class AttentionKeys(Attack):
 
     def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
-        policy = view.policy
         # What the masks leave, of prefill (True) and of decode.
         left = {
-            phase == "prefill": invariant(policy.at("attn_scores", 0, phase).mask)
+            phase == "prefill": invariant(view.policy.at("attn_scores", 0, phase).mask)
             for phase in PHASES
         }
         for (position, prefill), appended in sorted(_appended(view, left).items()):
-            work.tick()
             k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
             table_VX = left[prefill].of(k_VKC)
             ids_V, squares_V = torch.arange(len(table_VX)), squares(table_VX)
@@ -136,8 +134,9 @@ def _appended(
             own = slice(start + token, start + token + 1)
             # Of its own a copy: a part would keep the whole.
             among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-            at = found.setdefault((start + token, prefill), [])
-            at.append((session, step.first + token, among_MX))
+            found.setdefault((start + token, prefill), []).append(
+                (session, step.first + token, among_MX)
+            )
     return found
 
 
@@ -169,24 +168,18 @@ class CacheAtRest(Attack):
         values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)[:, -K * C :]
         table_VX = _directions(values_VX, view)
         ids_V = torch.arange(len(table_VX))
+        layers = view.segments[0].last + 1 - view.segments[0].first
         for session, disk in enumerate(view.disks):
-            work.tick()
-            rows_TX = _directions(_first_values(view, session, disk), view)
+            # A file is taken for plain numbers: keys of layer 0 first, and its values behind them.
+            dtype = view.traces[session].calls[-1].rows.dtype
+            tokens = len(disk) // (2 * layers * K * C * dtype.itemsize)
+            numbers = torch.frombuffer(bytearray(disk), dtype=dtype, count=2 * K * tokens * C)
+            values_KTC = numbers.view(2, K, tokens, C)[1]
+            rows_TX = _directions(values_KTC.transpose(0, 1).reshape(tokens, K * C), view)
             cosines_TV = rows_TX @ table_VX.t()
             work.compared += cosines_TV.numel()
             guesses = {token: best(1 - own_V, ids_V) for token, own_V in enumerate(cosines_TV)}
             yield Reading("cache on disk", session, range(len(rows_TX)), guesses)
-
-
-def _first_values(view: View, session: int, disk: bytes) -> torch.Tensor:
-    """Take a file for plain numbers, keys of layer 0 first; return its values: [T, X]."""
-    _, K, C = view.public.config.heads
-    first = view.segments[0]
-    dtype = view.traces[session].calls[-1].rows.dtype
-    layers = first.last + 1 - first.first
-    tokens = len(disk) // (2 * layers * K * C * dtype.itemsize)
-    numbers = torch.frombuffer(bytearray(disk), dtype=dtype, count=2 * K * tokens * C)
-    return numbers.view(2, K, tokens, C)[1].transpose(0, 1).reshape(tokens, K * C)
 
 
 def _directions(values_TX: torch.Tensor, view: View) -> torch.Tensor:

@@ -21,7 +21,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import Phase, is_linear
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, linear_site
+from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, site_beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
 from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
@@ -94,17 +94,16 @@ class GramDictionary(Attack):
             return
         table_VI = dictionary(view, where)
         if where == FIRST:
-            table_VI = table_VI / PublicAndServed(view).fold(linear_site(FIRST)).float()
+            table_VI = table_VI / PublicAndServed(view).fold(site_beside(FIRST)).float()
         for session, trace in enumerate(view.traces):
             calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
             if not calls:
                 continue
             # What a mask has added stands anywhere among them: then these are not the tokens' rows.
             rows = [view.rows(call)[: step.tokens] for step, call in calls]
-            steps = (step.first for step, _ in calls)
             tokens = [
-                first + place
-                for first, own in zip(steps, rows, strict=True)
+                step.first + place
+                for (step, _), own in zip(calls, rows, strict=True)
                 for place in range(len(own))
             ]
             best = follow(torch.cat(rows), table_VI, begins, work)
@@ -121,7 +120,6 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
     ids_V = torch.arange(len(table_VI))
     beam = [Beginning((first,), ((first,),))]
     for row in range(1, len(rows_RI)):
-        work.tick()
         references = range(max(0, row - _REFERENCES), row)
         own_V = (lengths_V - gram_RR[row, row]).square()
         grown: list[Beginning] = []
@@ -191,11 +189,10 @@ class NoiseAveraging(Attack):
         if not view.public.has_layers or not begins:
             return
         for session, trace in enumerate(view.traces[: _SEARCHES * view.search_sessions]):
-            if not trace.steps:
-                continue
-            limit = min(view.search_tokens, trace.tokens)
-            guesses = dict(enumerate(_most_likely(view, trace, places, limit, work)))
-            yield Reading("all places", session, range(limit), guesses)
+            if trace.steps:
+                limit = min(view.search_tokens, trace.tokens)
+                guesses = dict(enumerate(_most_likely(view, trace, places, limit, work)))
+                yield Reading("all places", session, range(limit), guesses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,15 +233,13 @@ def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
     return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
 
 
-def _evidence(view: View, step: TraceStep, places: list[Where]) -> list[_Evidence]:
+def _evidence(view: View, step: TraceStep, places: list[Where]) -> Iterator[_Evidence]:
     phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
-    found = []
     # A place that is asked more than once, as for q, k and v by themselves, counts as often.
     for call in step.calls:
         sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
         if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
-            found.append(_Evidence(call.where, call.rows.float(), sigma))
-    return found
+            yield _Evidence(call.where, call.rows.float(), sigma)
 
 
 def _most_likely(
@@ -254,11 +249,10 @@ def _most_likely(
     beam, nothing = [Beginning()], view.public.nothing()
     prefixes = {nothing.token_ids: nothing}
     for step in trace.steps:
-        evidence = _evidence(view, step, places)
+        evidence = list(_evidence(view, step, places))
         if not evidence:
             break
         for token in range(min(step.tokens, limit - step.first)):
-            work.tick()
             grown: list[Beginning] = []
             for before in beam:
                 ids_N, scores_N = _scored(view, prefixes[before.token_ids], evidence, token, work)

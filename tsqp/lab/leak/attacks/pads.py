@@ -53,7 +53,6 @@ class PadReuse(Attack):
         plain_RI = rows_RI.clone()
         bound = 2 * int(tables_BVI.abs().amax())
         for members in _under_one_pad(rows_RI, bound):
-            work.tick()
             away_MI = rows_RI[members] - rows_RI[members[0]]
             token_I = _that_fits(away_MI, tables_BVI, view.public.first_id, work)
             if token_I is not None:
@@ -92,7 +91,6 @@ class LowDimensionalPads(Attack):
         tables_BVI, known_NI = _tables(view.public), _known_rows(view)
         owners, rows_RI = _crossed(view)
         basis = PadBasis.learn(known_NI[1:] - known_NI[0])
-        work.tick()
         # Relative to the known row, which takes its pad out of all others.
         first = view.public.first_id
         outside_RI = basis.outside(rows_RI - known_NI[0])
@@ -104,16 +102,11 @@ class LowDimensionalPads(Attack):
 
 @dataclass(frozen=True, eq=False)
 class PadBasis:
-    """What pads span, modulo 2^bits: `rows_KI` is the identity in the columns `pivots`.
-
-    `closed`: whether rows that pads were learnt from added nothing to those before them. Otherwise
-    more pads may be there than were seen, as where each is fresh.
-    """
+    """What pads span, modulo 2^bits: `rows_KI` is the identity in the columns `pivots`."""
 
     rows_KI: torch.Tensor
     pivots: tuple[int, ...]
     bits: int
-    closed: bool
 
     @staticmethod
     def learn(pads_NI: torch.Tensor) -> PadBasis:
@@ -123,7 +116,7 @@ class PadBasis:
         at the price of the highest bit: what spans 2 x modulo 2^32 spans x modulo 2^31.
         """
         left_NI = pads_NI[: pads_NI.shape[1] // 2].clone()
-        bits, pivots, closed = 32, list[int](), False
+        bits, pivots = 32, list[int]()
         while len(pivots) < len(left_NI):
             below_NI = left_NI[len(pivots) :]
             odd = (below_NI & 1).nonzero()
@@ -132,12 +125,12 @@ class PadBasis:
                 _reduce(left_NI, row, len(pivots), column)
                 pivots.append(column)
                 continue
-            closed = not (below_NI << (32 - bits)).any()
-            if closed or bits <= 26:  # more than enough for a token's integers
+            # Nothing is left, or fewer bits would not be enough for a token's integers.
+            if bits <= 26 or not (below_NI << (32 - bits)).any():
                 break
             below_NI >>= 1
             bits -= 1
-        return PadBasis(left_NI[: len(pivots)], tuple(pivots), bits, closed)
+        return PadBasis(left_NI[: len(pivots)], tuple(pivots), bits)
 
     def outside(self, x: torch.Tensor) -> torch.Tensor:
         """Take multiples of the basis away so that pivots are zero: [..., I] -> [..., I - K].
@@ -248,7 +241,6 @@ def _looked_up(
     nearest: list[list[int]] = []
     at_once = max(1, _PAIRS_AT_ONCE // tables_BVC.shape[1])
     for start in range(0, len(rows_RC), at_once):
-        work.tick()
         block_RC = rows_RC[start : start + at_once]
         apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
         work.compared += tables_BVC.shape[0] * apart_RV.numel()

@@ -92,16 +92,11 @@ def site_beside(where: Where) -> Site:
 
     Of a segment that is the first layer's MLP, which has more outputs than a row has features: of
     narrow heads there are fewer, and directions that no output depends on are not found.
+    Raises LookupError for places of no layer's linear operator or segment.
     """
     layer, operator = where
     if operator == "segment" and layer is not None:
         return layer, "gate_up_proj"
-    return linear_site(where)
-
-
-def linear_site(where: Where) -> Site:
-    """Narrow a place of a trace to that of a linear operator. Raises LookupError for others."""
-    layer, operator = where
     if layer is None or not is_linear(operator):
         raise LookupError(f"place {where}: got no linear operator of a layer, expected one")
     return layer, operator
@@ -133,28 +128,22 @@ class Reordered(_BesideWeights[torch.Tensor]):
     """Rows put back into the order of the public features."""
 
     def find(self, where: Where, site: Site) -> torch.Tensor:
-        """Return for each public feature where the server has it: [I]."""
-        return places(self._weights.public(site), self._weights.served(site))
+        """Return for each public feature where the server has it: [I].
+
+        By the elements of its column in each module, in ascending order: whatever the order of
+        rows is.
+        """
+        public_IO, served_IO = (
+            torch.cat([module.sort(dim=0).values for module in modules]).t()
+            for modules in (self._weights.public(site), self._weights.served(site))
+        )
+        # The product behind cdist is as wide as I: a block at a time.
+        blocks = public_IO.split(_COLUMNS_AT_ONCE)
+        return torch.cat([torch.cdist(block, served_IO).argmin(dim=1) for block in blocks])
 
     def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return rows with their features in order."""
         return rows_RI[:, self.told(where)]
-
-
-def places(public: list[torch.Tensor], served: list[torch.Tensor]) -> torch.Tensor:
-    """Return for each public column where the server has it: [I].
-
-    By a column's elements in each module, in ascending order: whatever the order of rows is.
-    """
-    public_IO, served_IO = (
-        torch.cat([module.sort(dim=0).values for module in modules]).t()
-        for modules in (public, served)
-    )
-    # The product behind cdist is as wide as I: a block at a time.
-    nearest = [
-        torch.cdist(block, served_IO).argmin(dim=1) for block in public_IO.split(_COLUMNS_AT_ONCE)
-    ]
-    return torch.cat(nearest)
 
 
 # ------------------------------------------------------------------------------------ rotations

@@ -36,9 +36,6 @@ from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
-_IDS: Where = (None, "embedding")
-_HEAD: Where = (None, "lm_head")
-
 
 class TokenIds(Attack):
     """Reads the ids that are sent to be looked up.
@@ -117,7 +114,7 @@ Found = Iterator[tuple[int, int, tuple[int, ...]]]
 
 def _ids(view: View) -> Found:
     """Yield what `View.readings` takes, of token ids: of those in no order all for each token."""
-    for session, step, call in view.calls_at(_IDS):
+    for session, step, call in view.calls_at((None, "embedding")):
         ids = call.rows.flatten().tolist()
         for token in range(step.tokens):
             own = ids[token : token + 1] if len(ids) == step.tokens else ids
@@ -129,20 +126,21 @@ def _computed(view: View, work: Work) -> Found:
     head_VD = view.public.lm_head_VD
     masks = [one.mask for one in view.policy.operators["lm_head"]]
     flips = any(not isinstance(mask, RowPermutation) for mask in masks if mask is not None)
-    for session, step, call in view.calls_at(_HEAD):
-        work.tick()
+    for session, step, call in view.calls_at((None, "lm_head")):
         logits_RV = call.rows.float() @ head_VD.T
         work.compared += logits_RV.numel()
         if flips:
             logits_RV = torch.cat([logits_RV, -logits_RV])
-        yield session, step.first + step.tokens, _surest(logits_RV)
+        # Of the row whose largest logit stands out most.
+        above_RV = logits_RV - logits_RV.mean(-1, keepdim=True)
+        row = int((above_RV / logits_RV.std(-1, keepdim=True)).amax(-1).argmax())
+        yield session, step.first + step.tokens, tuple(logits_RV[row].topk(TOP).indices.tolist())
 
 
 def _answered(view: View, work: Work) -> Found:
     """Read the service's own answers to segments, by running its weights again."""
     ids_V = vocabulary(view)
     for session, trace in enumerate(view.traces):
-        work.tick()
         dtype = trace.calls[-1].rows.dtype
         weights = load_weights(view.served, device=CPU, dtype=dtype, arithmetic=["float"])
         service, tokens = RecordingChannel(weights), 0
@@ -158,13 +156,6 @@ def _answered(view: View, work: Work) -> Found:
                 work.compared += len(logits_V)
                 top = ids_V[logits_V.topk(TOP).indices].tolist()
                 yield session, tokens, tuple(token_id for token_id in top if token_id >= 0)
-
-
-def _surest(logits_RV: torch.Tensor) -> tuple[int, ...]:
-    """Return the top tokens of the row whose largest logit stands out most."""
-    top = (logits_RV - logits_RV.mean(-1, keepdim=True)) / logits_RV.std(-1, keepdim=True)
-    row = int(top.amax(-1).argmax())
-    return tuple(logits_RV[row].topk(TOP).indices.tolist())
 
 
 def vocabulary(view: View) -> torch.Tensor:
@@ -206,8 +197,8 @@ class _VocabularyMatching(Matching):
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
     needs: ClassVar[tuple[str, ...]] = ("no activations crossed",)
-    ordered: ClassVar[bool]
-    compares: ClassVar[type[FeatureMatcher]]
+    ordered: ClassVar[bool] = True
+    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
     def matcher(self, view: View) -> Matcher:
         """Return what compares rows."""
@@ -218,8 +209,6 @@ class PlainMatching(_VocabularyMatching):
     """Rows as they are, in their order."""
 
     name: ClassVar[str] = "vocabulary"
-    ordered: ClassVar[bool] = True
-    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class RowMatching(_VocabularyMatching):
@@ -227,14 +216,12 @@ class RowMatching(_VocabularyMatching):
 
     name: ClassVar[str] = "vocabulary-rows"
     ordered: ClassVar[bool] = False
-    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
 
 
 class FeatureMatching(_VocabularyMatching):
     """Sorted rows in their order: against a permuted hidden axis."""
 
     name: ClassVar[str] = "vocabulary-features"
-    ordered: ClassVar[bool] = True
     compares: ClassVar[type[FeatureMatcher]] = Sorted
 
 
