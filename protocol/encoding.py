@@ -31,12 +31,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
+    OTHER_REPLIES,
     PROTOCOL_VERSION,
     REQUEST_TYPES,
     Request,
     Response,
+    TensorReply,
     Timing,
-    response_type,
 )
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
@@ -301,5 +302,6 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
     if header.response is not None:
         # A name of ours, or none: what a service calls its reply is not repeated in messages.
         where = header.method if header.method in REQUEST_TYPES else "reply"
-        response = read_framed(response_type(header.method), header.response, frames, where)
+        kind = OTHER_REPLIES.get(header.method, TensorReply)
+        response = read_framed(kind, header.response, frames, where)
     return Reply(header.request_id, header.method, response, header.error, header.timing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -90,9 +90,6 @@ if TYPE_CHECKING:
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
-
-# The sites under each mask that needs pads.
-PaddedSites: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
 
 # int8 products have to be exact here: they make pads and compute what stays. Checked once a
 # process; the service checks its own. Raises KernelError.
@@ -376,10 +373,13 @@ class Assembly:
         return {name: made(self._parts) for name, made in self._registered_classes.items()}
 
 
-def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts) -> None:
+def _check_settings(
+    settings: MaskSettings, padded: Mapping[AdditiveMask, Sequence[Site]], parts: RunParts
+) -> None:
     """Refuse files that the policy has no use for, and pads that nothing can come from.
 
-    The operator who names a file relies on it. Raises SettingsError and PolicyError.
+    `padded`: the sites under each mask that needs pads. The operator who names a file relies on it.
+    Raises SettingsError and PolicyError.
     """
     policy, bank = parts.policy, settings.bank
     name = f"policy {policy.name}"

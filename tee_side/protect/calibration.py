@@ -62,6 +62,7 @@ _METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
     "tokens": ("[1-9][0-9]{0,17}", "a number"),
 }
 
+# Shape and dtype (safetensors' name) of every tensor of a model's file.
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -212,29 +213,25 @@ def weight_scale_name(site: Site) -> str:
     return f"{layer}.{operator}.weight_scale"
 
 
-def _layout(config: ModelConfig) -> Layout:
-    """Return shape and dtype (safetensors' name) of every tensor of a model's file."""
+def _read(
+    path: Path, config: ModelConfig, manifest: Manifest | None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Read metadata and tensors, both checked by themselves and against the model's shape."""
     layers = config.num_hidden_layers
     layout: Layout = {name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES}
     for operator in FUSED_MODULES:
         _, (out_features, _) = config.row_layout(operator)
         for layer in range(layers):
             layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
-    return layout
-
-
-def _read(
-    path: Path, config: ModelConfig, manifest: Manifest | None
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Read metadata and tensors, both checked by themselves and against the model's shape."""
-    layout = _layout(config)
     content, header = _content(path, layout, manifest)
     for name, (pattern, expected) in _METADATA.items():
         value = header.metadata.get(name)
-        if value is None or not re.fullmatch(pattern, value):
-            raise CalibrationError(
-                f"{path}: {name}", "nothing" if value is None else describe(value), expected
-            )
+        CalibrationError.unless(
+            value is not None and re.fullmatch(pattern, value),
+            f"{path}: {name}",
+            "nothing" if value is None else describe(value),
+            expected,
+        )
     if unknown := sorted(header.metadata.keys() - _METADATA.keys()):
         raise CalibrationError(
             f"{path}: metadata {describe(unknown[0])}", "an unknown key", "no such key"
@@ -255,7 +252,7 @@ def _read(
         raise CalibrationError(
             f"{path}: {describe(extra[0])}",
             "a tensor that the model does not explain",
-            f"the sites of {config.num_hidden_layers} layers",
+            f"the sites of {layers} layers",
         )
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
