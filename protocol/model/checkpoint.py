@@ -360,12 +360,10 @@ class Checkpoint:
     def _add_index(self) -> None:
         index = self._contents
         weight_map = read_json(index).get("weight_map")
-        ModelError.unless(
-            isinstance(weight_map, dict) and weight_map,
-            f"{index}: weight_map",
-            describe(weight_map),
-            "an object of file names",
-        )
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(
+                f"{index}: weight_map", describe(weight_map), "an object of file names"
+            )
         expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
             plain = _is_plain(file)

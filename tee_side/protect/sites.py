@@ -52,7 +52,7 @@ class LinearSite(Protocol):
         """Return the output for an input, in the model's dtype and with its bias."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class FloatSite:
     """Floats as they are; only the bias is left to add, if there is one."""
 
@@ -196,7 +196,7 @@ def _scaled_back(
     return scaled_TO if site.bias_O is None else scaled_TO + site.bias_O
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IntegerSites:
     """Sites of a model that is computed in integers.
 
