@@ -130,7 +130,7 @@ class RequestHandler:
     def _expands(self, first: SeededRingLinearRequest) -> Kernel:
         # Nothing is allocated for what the check refuses.
         task = self._checker.check(first)
-        kernel = self._kernels.prepare(first.without_elements(), task)
+        kernel = self._kernels.prepare(first.standing_for(), task)
 
         def expanded(request: Any, incoming: Incoming | None) -> Result:
             return kernel(request.expanded(), incoming)

@@ -206,26 +206,20 @@ def _resolve_frames(
         if not isinstance(value, dict):
             fields[name] = value
         elif "frame" in value:
-            fields[name] = _framed_tensor(value, frames, unused, path)
+            index = value["frame"]
+            known = set(value) == {"dtype", "shape", "frame"}
+            ProtocolError.unless(
+                known and type(index) is int and index in unused,
+                path,
+                f"{len(value)} keys, frame {describe_untrusted(index)}",
+                "dtype, shape and a frame of its own",
+                code=ErrorCode.INVALID_FIELD,
+            )
+            unused.remove(index)
+            fields[name] = WireTensor.checked(value["dtype"], value["shape"], frames[index], path)
         else:
             fields[name] = _resolve_frames(value, frames, unused, path)
     return fields
-
-
-def _framed_tensor(
-    value: dict[str, Any], frames: Sequence[Buffer], unused: set[int], path: str
-) -> WireTensor:
-    index = value["frame"]
-    known = set(value) == {"dtype", "shape", "frame"}
-    ProtocolError.unless(
-        known and type(index) is int and index in unused,
-        path,
-        f"{len(value)} keys, frame {describe_untrusted(index)}",
-        "dtype, shape and a frame of its own",
-        code=ErrorCode.INVALID_FIELD,
-    )
-    unused.remove(index)
-    return WireTensor.checked(value["dtype"], value["shape"], frames[index], path)
 
 
 class _ReplyHeader(BaseModel):

@@ -159,13 +159,10 @@ class SeededRingLinearRequest(Message):
 
         `gpu_side.tasks` checks them.
         """
-        return self._standing_for(expand(self.seed.data, self.rows * self.columns))
+        return self.standing_for(expand(self.seed.data, self.rows * self.columns))
 
-    def without_elements(self) -> RingLinearRequest:
-        """Return the same with no byte of its elements: for who looks at its sizes alone."""
-        return self._standing_for(b"")
-
-    def _standing_for(self, drawn: bytes | bytearray) -> RingLinearRequest:
+    def standing_for(self, drawn: bytes | bytearray = b"") -> RingLinearRequest:
+        """Return the same of these elements; of none, for who looks at its sizes alone."""
         elements, names = WireTensor("int32", (self.rows, self.columns), drawn), self.module_names
         return RingLinearRequest(layer_idx=self.layer_idx, module_names=names, elements=elements)
 

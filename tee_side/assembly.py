@@ -164,7 +164,14 @@ class Assembly:
             else:
                 self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
-        self._biases = biases = _load_biases(self._parts)
+        # Biases, where the TEE adds them: for integers, under masks, to what it verifies.
+        operators = [
+            name
+            for name in FUSED_MODULES
+            if policy.arithmetic == "int8"
+            or any((p.mask, p.verify) != (None, "none") for p in policy.operators.get(name, ()))
+        ]
+        self._biases = biases = load_biases(checkpoint, config, operators, model.dtype)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
             _check_own_kernels(CPU)
@@ -336,8 +343,8 @@ class Assembly:
 
         All else that it computes, it has from the start.
         """
-        site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
         if (None, "lm_head") not in self._local:
+            site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
             read = load_site(self._parts, site, self._integers, self._held)
             self._local[None, "lm_head"] = read
         return self._local[None, "lm_head"](h_ND)
@@ -417,14 +424,3 @@ def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> Tran
     key = load_key(path)
     key.check(parts.config, parts.checkpoint, mask)
     return key
-
-
-def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
-    """Read biases where the TEE adds them: for integers, under masks, to what it verifies."""
-    placed, integers = parts.policy.operators, parts.policy.arithmetic == "int8"
-    operators = [
-        name
-        for name in FUSED_MODULES
-        if integers or any((p.mask, p.verify) != (None, "none") for p in placed.get(name, ()))
-    ]
-    return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)

@@ -293,8 +293,7 @@ class Batch:
             chunks.append(Chunk(cache, rows, cache.length + known + left))
             for behind in range(known, len(ids)):
                 row = start + behind
-                one = Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind)
-                chunks.append(one)
+                chunks.append(Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind))
             if left == 0 and logits:
                 output_rows += range(end - 1 - drafts, end)
             read_rows += (start + row for row in read)

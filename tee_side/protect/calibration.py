@@ -20,13 +20,13 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from protocol.errors import CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
+from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, parse_header
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
 from tee_side.words import Site
@@ -61,9 +61,6 @@ _METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
     "linear_digest": _DIGEST,
     "tokens": ("[1-9][0-9]{0,17}", "a number"),
 }
-
-# Shape and dtype (safetensors' name) of every tensor of a model's file.
-Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,12 +215,23 @@ def _read(
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read metadata and tensors, both checked by themselves and against the model's shape."""
     layers = config.num_hidden_layers
-    layout: Layout = {name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES}
+    # Shape and dtype (safetensors' name) of every tensor.
+    layout: dict[str, tuple[tuple[int, ...], str]] = {
+        name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES
+    }
     for operator in FUSED_MODULES:
         _, (out_features, _) = config.row_layout(operator)
         for layer in range(layers):
             layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
-    content, header = _content(path, layout, manifest)
+    most = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in layout.values())
+    try:
+        # The whole file at once, so that what is verified is what is used.
+        content = read_bytes(path, most, inside=False)
+        if manifest is not None:
+            manifest.check_file(path, content, CALIBRATION_FILE)
+        header = parse_header(content, len(content), str(path))
+    except ModelError as error:
+        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None
     for name, (pattern, expected) in _METADATA.items():
         value = header.metadata.get(name)
         CalibrationError.unless(
@@ -266,15 +274,3 @@ def _read(
     expected = f"at most {MAX_SUM}: the ring's"
     CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
-
-
-def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[bytes, Header]:
-    """Read the whole file at once, so that what is verified is what is used."""
-    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in layout.values())
-    try:
-        content = read_bytes(path, largest, inside=False)
-        if manifest is not None:
-            manifest.check_file(path, content, CALIBRATION_FILE)
-        return content, parse_header(content, len(content), str(path))
-    except ModelError as error:
-        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None

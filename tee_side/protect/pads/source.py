@@ -421,16 +421,13 @@ class PadLane:
         if ready is None:
             if rows < MANY_ROWS and site not in self._ahead:
                 return self._store.factors(indices[:rows], site)
-            ready = self._read_many(indices, site, rows)
+            # Those of `rows` rows at least; and those of the next site are read meanwhile.
+            draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
+            following = self._following.get(site)
+            if following is not None and following not in self._used and not self._ahead:
+                self._ahead[following] = self._store.start(indices, following)
+            ready = draw()
         return ready if rows == len(indices) else (ready[0][:rows], ready[1][:rows])
-
-    def _read_many(self, indices: range, site: int, rows: int) -> Words:
-        """Return words for `rows` rows at least, and have those of the next site read."""
-        draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
-        following = self._following.get(site)
-        if following is not None and following not in self._used and not self._ahead:
-            self._ahead[following] = self._store.start(indices, following)
-        return draw()
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""
