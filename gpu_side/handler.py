@@ -118,7 +118,7 @@ class RequestHandler:
                 raise RuntimeError("a Segment without whole layers got through the checks")
             return self._segments.prepare(request, task)
         if isinstance(request, SeededRingLinearRequest):
-            of_elements = self._kernels.prepare(request.without_elements(), task)
+            of_elements = self._kernels.prepare(request.standing_for(), task)
 
             def expanded(request: Any, incoming: Incoming | None) -> Result:
                 return of_elements(request.expanded(), incoming)

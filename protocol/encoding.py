@@ -31,12 +31,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
+    OTHER_REPLIES,
     PROTOCOL_VERSION,
     REQUEST_TYPES,
     Request,
     Response,
+    TensorReply,
     Timing,
-    response_type,
 )
 from protocol.tensors import Buffer, WireTensor
 from protocol.validation import M, validate
@@ -205,26 +206,20 @@ def _resolve_frames(
         if not isinstance(value, dict):
             fields[name] = value
         elif "frame" in value:
-            fields[name] = _framed_tensor(value, frames, unused, path)
+            index = value["frame"]
+            known = set(value) == {"dtype", "shape", "frame"}
+            ProtocolError.unless(
+                known and type(index) is int and index in unused,
+                path,
+                f"{len(value)} keys, frame {describe_untrusted(index)}",
+                "dtype, shape and a frame of its own",
+                code=ErrorCode.INVALID_FIELD,
+            )
+            unused.remove(index)
+            fields[name] = WireTensor.checked(value["dtype"], value["shape"], frames[index], path)
         else:
             fields[name] = _resolve_frames(value, frames, unused, path)
     return fields
-
-
-def _framed_tensor(
-    value: dict[str, Any], frames: Sequence[Buffer], unused: set[int], path: str
-) -> WireTensor:
-    index = value["frame"]
-    known = set(value) == {"dtype", "shape", "frame"}
-    ProtocolError.unless(
-        known and type(index) is int and index in unused,
-        path,
-        f"{len(value)} keys, frame {describe_untrusted(index)}",
-        "dtype, shape and a frame of its own",
-        code=ErrorCode.INVALID_FIELD,
-    )
-    unused.remove(index)
-    return WireTensor.checked(value["dtype"], value["shape"], frames[index], path)
 
 
 class _ReplyHeader(BaseModel):
@@ -301,5 +296,6 @@ def decode_reply(frames: Sequence[Buffer]) -> Reply:
     if header.response is not None:
         # A name of ours, or none: what a service calls its reply is not repeated in messages.
         where = header.method if header.method in REQUEST_TYPES else "reply"
-        response = read_framed(response_type(header.method), header.response, frames, where)
+        kind = OTHER_REPLIES.get(header.method, TensorReply)
+        response = read_framed(kind, header.response, frames, where)
     return Reply(header.request_id, header.method, response, header.error, header.timing)

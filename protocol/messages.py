@@ -43,7 +43,6 @@ ModuleNames: TypeAlias = Annotated[
     tuple[ModuleName, ...], Field(min_length=1, max_length=3, strict=False)
 ]
 Digest: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-InstanceId: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ByteCount: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 # First and last, both included.
 Layers: TypeAlias = Annotated[tuple[LayerIndex, LayerIndex], Field(strict=False)]
@@ -160,13 +159,10 @@ class SeededRingLinearRequest(Message):
 
         `gpu_side.tasks` checks them.
         """
-        return self._standing_for(expand(self.seed.data, self.rows * self.columns))
+        return self.standing_for(expand(self.seed.data, self.rows * self.columns))
 
-    def without_elements(self) -> RingLinearRequest:
-        """Return the same with no byte of its elements: for who looks at its sizes alone."""
-        return self._standing_for(b"")
-
-    def _standing_for(self, drawn: bytes | bytearray) -> RingLinearRequest:
+    def standing_for(self, drawn: bytes | bytearray = b"") -> RingLinearRequest:
+        """Return the same of these elements; of none, for who looks at its sizes alone."""
         elements, names = WireTensor("int32", (self.rows, self.columns), drawn), self.module_names
         return RingLinearRequest(layer_idx=self.layer_idx, module_names=names, elements=elements)
 
@@ -280,7 +276,7 @@ class InitReply(Message):
     max_message_bytes: ByteCount
     arithmetic: Annotated[tuple[Arithmetic, ...], Field(min_length=1, max_length=2, strict=False)]
     provision_id: Digest | None
-    instance_id: InstanceId
+    instance_id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     layers: Layers
     max_queued_requests: Size
     max_queued_bytes: ByteCount
@@ -347,9 +343,5 @@ Request: TypeAlias = (
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 
 REQUEST_TYPES: dict[str, type[Request]] = {cls.method: cls for cls in get_args(Request)}
-_OTHER_REPLIES: dict[str, type[Response]] = {"Init": InitReply, "Health": HealthReply}
-
-
-def response_type(method: str) -> type[Response]:
-    """Return the model of a method's good reply."""
-    return _OTHER_REPLIES.get(method, TensorReply)
+# Of methods whose good reply is no TensorReply.
+OTHER_REPLIES: dict[str, type[Response]] = {"Init": InitReply, "Health": HealthReply}

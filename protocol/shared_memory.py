@@ -255,7 +255,10 @@ class Lane:
                 area[place.start - len(gap) : place.start] = gap
                 # A result that a device has left there lies there already.
                 start = self._base + self._out[slot] + place.start
-                if not (getattr(frame, "obj", None) is self._memory.obj and _at(frame) == start):
+                if not (
+                    getattr(frame, "obj", None) is self._memory.obj
+                    and ctypes.addressof(ctypes.c_char.from_buffer(frame)) == start
+                ):
                     area[place] = frame
         line = self._our_lines + slot * _LINE_BYTES
         return bool(native.library.lane_publish(line, self._number(), total, self._peer_sleeps))
@@ -312,7 +315,3 @@ class Lane:
         ProtocolError.at_most(self._incoming, _WHERE, size)
         start = self._in[slot]
         return self._memory[start : start + size]
-
-
-def _at(frame: Buffer) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(frame))

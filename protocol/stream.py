@@ -254,8 +254,18 @@ class StreamChannel(PendingChannel):
         flags, timeout_s = int(socket.MSG_DONTWAIT), 0.0
         if left_s > 0:
             flags, timeout_s = 0, min(left_s, PROBE_AFTER_S)
-            if timeout_s != self._read_timeout_s:
-                self._set_read_timeout(timeout_s)
+            if timeout_s != self._read_timeout_s and self._socket is not None:
+                # The kernel itself ends a blocking call: no poll before each one. Zero would mean
+                # for ever.
+                micros = max(1000, ceil(timeout_s * 1e6))
+                value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+                # To one of vsock, Python 3.11 passes numbers alone: it is called by another family.
+                plain = socket.socket(socket.AF_UNIX, fileno=self._socket.fileno())
+                try:
+                    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+                finally:
+                    plain.detach()
+                self._read_timeout_s = timeout_s
         try:
             if not self._reader.read(flags):
                 self._disconnect()
@@ -274,20 +284,6 @@ class StreamChannel(PendingChannel):
         """Take note that so much time has brought no reply, and go on only if the service lives."""
         if waited_s and self._socket is not None and not self._probe.is_alive(waited_s):
             self._disconnect()
-
-    def _set_read_timeout(self, timeout_s: float) -> None:
-        """Let the kernel itself end a blocking call: no poll before each one."""
-        if self._socket is not None:
-            # Zero would mean for ever.
-            micros = max(1000, ceil(timeout_s * 1e6))
-            value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
-            # To one of vsock, Python 3.11 passes numbers alone: it is called by another family.
-            plain = socket.socket(socket.AF_UNIX, fileno=self._socket.fileno())
-            try:
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-            finally:
-                plain.detach()
-            self._read_timeout_s = timeout_s
 
     def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:
         """Write what waits, and read where `reading`, as soon as either can be done."""

@@ -15,7 +15,6 @@ from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
-    from protocol.stream import StreamChannel
 
 
 def open_channel(
@@ -52,7 +51,14 @@ def open_channel(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, access=http
         )
     if parsed.is_stream:
-        return _stream_class(parsed.scheme)(
+        from protocol.stream import StreamChannel
+
+        stream = StreamChannel
+        if parsed.memory or parsed.scheme == "shm":
+            from protocol.shm import IvshmemChannel, ShmChannel
+
+            stream = IvshmemChannel if parsed.memory else ShmChannel
+        return stream(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, spin_us=spin_us
         )
     from protocol.zmq_channel import ZmqChannel
@@ -65,13 +71,3 @@ def open_channel(
         keys=keys,
         heartbeat_timeout_s=heartbeat_timeout_s,
     )
-
-
-def _stream_class(scheme: str) -> type[StreamChannel]:
-    if scheme in ("shm", "ivshmem"):
-        from protocol.shm import IvshmemChannel, ShmChannel
-
-        return ShmChannel if scheme == "shm" else IvshmemChannel
-    from protocol.stream import StreamChannel
-
-    return StreamChannel

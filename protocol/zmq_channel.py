@@ -121,16 +121,6 @@ class ZmqChannel(PendingChannel):
         # ZeroMQ would send what it has queued over whatever connection it makes next.
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
-    def _connect(self) -> None:
-        """Let the socket connect, now and whenever ZeroMQ thinks it right. Raises EndpointError."""
-        try:
-            self._socket.connect(self.endpoint)
-        except zmq.ZMQError as error:
-            raise EndpointError(
-                self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
-            ) from None
-        self._connected = True
-
     def _close_socket(self) -> None:
         self._socket.disable_monitor()
         self._events.close()
@@ -234,7 +224,14 @@ class ZmqChannel(PendingChannel):
         if self._ended and self._lost:
             self._replace_socket(keep_until=until)
         if not self._connected:
-            self._connect()
+            try:
+                # Now, and whenever ZeroMQ thinks it right.
+                self._socket.connect(self.endpoint)
+            except zmq.ZMQError as error:
+                raise EndpointError(
+                    self.endpoint, os.strerror(error.errno or 0), "an address to connect to"
+                ) from None
+            self._connected = True
         while self._lost:
             left_ms = max(0, ceil((until - time.monotonic()) * 1000))
             if self._ended or not self._events.poll(left_ms):

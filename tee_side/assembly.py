@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,9 +91,6 @@ if TYPE_CHECKING:
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
 
-# The sites under each mask that needs pads.
-PaddedSites: TypeAlias = Mapping[AdditiveMask, Sequence[Site]]
-
 # int8 products have to be exact here: they make pads and compute what stays. Checked once a
 # process; the service checks its own. Raises KernelError.
 _check_own_kernels = cache(check_kernels)
@@ -167,7 +164,14 @@ class Assembly:
             else:
                 self._transforms = self.key.transforms(feature, config, gains)
         self.linear_digest = linear_digest(config, checkpoint)
-        self._biases = biases = _load_biases(self._parts)
+        # Biases, where the TEE adds them: for integers, under masks, to what it verifies.
+        operators = [
+            name
+            for name in FUSED_MODULES
+            if policy.arithmetic == "int8"
+            or any((p.mask, p.verify) != (None, "none") for p in policy.operators.get(name, ()))
+        ]
+        self._biases = biases = load_biases(checkpoint, config, operators, model.dtype)
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
             _check_own_kernels(CPU)
@@ -339,8 +343,8 @@ class Assembly:
 
         All else that it computes, it has from the start.
         """
-        site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
         if (None, "lm_head") not in self._local:
+            site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
             read = load_site(self._parts, site, self._integers, self._held)
             self._local[None, "lm_head"] = read
         return self._local[None, "lm_head"](h_ND)
@@ -376,10 +380,13 @@ class Assembly:
         return {name: made(self._parts) for name, made in self._registered_classes.items()}
 
 
-def _check_settings(settings: MaskSettings, padded: PaddedSites, parts: RunParts) -> None:
+def _check_settings(
+    settings: MaskSettings, padded: Mapping[AdditiveMask, Sequence[Site]], parts: RunParts
+) -> None:
     """Refuse files that the policy has no use for, and pads that nothing can come from.
 
-    The operator who names a file relies on it. Raises SettingsError and PolicyError.
+    `padded`: the sites under each mask that needs pads. The operator who names a file relies on it.
+    Raises SettingsError and PolicyError.
     """
     policy, bank = parts.policy, settings.bank
     name = f"policy {policy.name}"
@@ -417,14 +424,3 @@ def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> Tran
     key = load_key(path)
     key.check(parts.config, parts.checkpoint, mask)
     return key
-
-
-def _load_biases(parts: RunParts) -> dict[Site, torch.Tensor]:
-    """Read biases where the TEE adds them: for integers, under masks, to what it verifies."""
-    placed, integers = parts.policy.operators, parts.policy.arithmetic == "int8"
-    operators = [
-        name
-        for name in FUSED_MODULES
-        if integers or any((p.mask, p.verify) != (None, "none") for p in placed.get(name, ()))
-    ]
-    return load_biases(parts.checkpoint, parts.config, operators, parts.dtype)

@@ -12,8 +12,7 @@ from protocol.errors import InputError, MaskError
 from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
-from tee_side.protect.masks.mask import Mask, ProvisionedMask
-from tee_side.protect.masks.registry import BUILTIN, all_masks, find_mask
+from tee_side.protect.masks.mask import BUILTIN, Mask, ProvisionedMask, all_masks, find_mask
 from tee_side.words import Operator
 
 Origin = Literal["built in", "research", "package", "file"]

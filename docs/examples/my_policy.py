@@ -4,7 +4,7 @@ from pathlib import Path
 
 from protocol.messages import FUSED_MODULES
 from tee_side.policy.placement import Placement, Policy
-from tee_side.protect.masks.registry import find_mask
+from tee_side.protect.masks.mask import find_mask
 from tee_side.words import OPERATORS, LayerRange
 
 FIRST_SENT = 2  # the layers before it stay

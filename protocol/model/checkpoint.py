@@ -219,7 +219,13 @@ class Checkpoint:
             self._contents = directory / INDEX_FILE
             self._add_index()
         else:
-            raise _no_weights(directory)
+            found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
+            where = directory
+            got = f"no weights among {len(found)} files"
+            if pickled := [name for name in found if name.endswith(_PICKLE_SUFFIXES)]:
+                where = directory / shown(pickled[0])
+                got = "pickled weights, which can run code when they are loaded"
+            raise ModelError(str(where), got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
 
     def holds(self, tensors: Iterable[str]) -> bool:
         """Say whether all of these tensors are there."""
@@ -333,8 +339,8 @@ class Checkpoint:
                     self.manifest.check_block(pin, where, block, bytes_of(part))
                 found = part.view(TORCH_DTYPES[entry.dtype]).view(-1, *entry.shape[1:])
                 # Passes NaN on, and is many times as fast as isfinite.
-                if not all(math.isfinite(extreme) for extreme in found.aminmax()):
-                    raise ModelError(where, "NaN or infinity", "finite weights")
+                finite = all(math.isfinite(extreme) for extreme in found.aminmax())
+                ModelError.unless(finite, where, "NaN or infinity", "finite weights")
                 yield rows, found
 
     def _pin(self, name: str) -> TensorPin | None:
@@ -383,16 +389,6 @@ class Checkpoint:
                     f"a tensor that {other.path.name} holds too",
                     "every tensor once",
                 )
-
-
-def _no_weights(directory: Path) -> ModelError:
-    found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
-    where = directory
-    got = f"no weights among {len(found)} files"
-    if pickled := [name for name in found if name.endswith(_PICKLE_SUFFIXES)]:
-        where = directory / shown(pickled[0])
-        got = "pickled weights, which can run code when they are loaded"
-    return ModelError(str(where), got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
 
 
 def _is_plain(name: object) -> bool:

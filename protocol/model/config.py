@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from protocol.errors import ModelError, describe
 from protocol.messages import FUSED_MODULES, FloatDtype, ModuleName, Projection
 from protocol.model.files import find_file, read_json
-from protocol.validation import Strict, validate_file
+from protocol.validation import M, Strict, validate_file
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
@@ -105,7 +105,6 @@ Size: TypeAlias = Annotated[int, Field(ge=1, le=2**24)]
 # Bounds within which no formula of RoPE overflows or divides by zero.
 Positive: TypeAlias = Annotated[float, Field(ge=1e-30, lt=1e12)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0, lt=1e12)]
-F = TypeVar("F", bound=BaseModel)
 # The first fault ends the reading: pydantic would take some kilobytes for each.
 Factors: TypeAlias = Annotated[tuple[Positive, ...], Field(strict=False, fail_fast=True)]
 HeadDim: TypeAlias = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
@@ -293,8 +292,7 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     architecture, activation, RoPE type or quantisation, sizes that do not fit together; and
     ManifestError for files that are not those of the manifest.
     """
-    if not directory.is_dir():
-        raise ModelError(str(directory), "no such directory", "a model directory")
+    ModelError.unless(directory.is_dir(), str(directory), "no such directory", "a model directory")
     path = find_file(directory, "config.json", manifest)
     if path is None:
         raise ModelError(str(directory), "no config.json", "a Hugging Face directory")
@@ -318,7 +316,7 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     return validate_file(ModelConfig, fields, str(path))
 
 
-def _read_known(cls: type[F], path: Path, manifest: Manifest | None) -> F:
+def _read_known(cls: type[M], path: Path, manifest: Manifest | None) -> M:
     """Read the keys of a file that a model has, and skip the others."""
     raw = read_json(path, manifest)
     known = {name: raw[name] for name in cls.model_fields if name in raw}

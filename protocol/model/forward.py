@@ -287,8 +287,7 @@ def _llama3(config: ModelConfig) -> torch.Tensor:
     return torch.where(between, blended, scaled)
 
 
-_Frequencies: TypeAlias = Callable[[ModelConfig, int], tuple[torch.Tensor, float]]
-_FREQUENCIES: dict[RopeType, _Frequencies] = {
+_FREQUENCIES: dict[RopeType, Callable[[ModelConfig, int], tuple[torch.Tensor, float]]] = {
     "default": lambda config, _: (_plain(config), 1.0),
     "linear": lambda config, _: (_plain(config) / _given(config.rope.factor), 1.0),
     "dynamic": lambda config, length: (_dynamic_ntk(config, length), 1.0),

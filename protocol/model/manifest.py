@@ -50,7 +50,6 @@ PinnedFile = Literal[
 ]
 PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 
-PinnedDtype = Literal["F32", "F16", "BF16"]
 _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 # What errors call a manifest that was made here, and read from no file.
@@ -62,7 +61,7 @@ _AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
 class TensorPin(Strict):
     """What is pinned of a tensor. `blocks`: SHA-256, in hex, of each block of rows as stored."""
 
-    dtype: PinnedDtype
+    dtype: Literal["F32", "F16", "BF16"]
     # The first fault ends the reading: pydantic would take some kilobytes for each.
     shape: Annotated[
         tuple[_Size, ...], Field(strict=False, min_length=1, max_length=2, fail_fast=True)

@@ -126,8 +126,9 @@ def _choose(wanted: str) -> Choice:
     found: list[str] = [] if library is None else library.variants()
     if wanted == TORCH or (wanted == AUTO and not found):
         return Choice(TORCH, (), library is not None)
-    if wanted != AUTO and wanted not in found:
-        raise KernelError("kernels", repr(wanted), f"one of {', '.join([AUTO, TORCH, *found])}")
+    known = wanted == AUTO or wanted in found
+    expected = f"one of {', '.join([AUTO, TORCH, *found])}"
+    KernelError.unless(known, "kernels", repr(wanted), expected)
     refused: list[str] = []
     for name in reversed(found) if wanted == AUTO else [wanted]:
         if not differs(library, name):

@@ -116,7 +116,7 @@ class KVCache:
         # they did when another cache was to begin with it.
         self.losses, self.stale = 0.0, False
         # Rows behind `length` that each layer has written in this step.
-        self._written = [0] * layers
+        self.written = [0] * layers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._write = kernels.append if compiled_for(dtype) else _append
         if not here:
@@ -156,16 +156,12 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Forget what has been written behind `length`, by a step that failed."""
-        self._written = [0] * len(self._written)
-
-    def written(self, layer: int) -> int:
-        """Return how many rows behind `length` a layer has written in this step."""
-        return self._written[layer]
+        self.written = [0] * len(self.written)
 
     def note_written(self, layers: range, rows: int) -> None:
         """Take note that a service has written so many rows behind `length` in these layers."""
         for layer in layers:
-            self._written[layer] = rows
+            self.written[layer] = rows
 
     def append(
         self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
@@ -180,12 +176,12 @@ class KVCache:
         if end > self.capacity:
             # torch would drop a single row silently: it broadcasts to an empty slice.
             raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
-        if behind > self._written[layer]:
+        if behind > self.written[layer]:
             raise IndexError(
                 f"KV cache: got rows behind {behind} others, expected at most"
-                f" {self._written[layer]}, which are there"
+                f" {self.written[layer]}, which are there"
             )
-        self._written[layer] = behind + k_TKC.shape[0]
+        self.written[layer] = behind + k_TKC.shape[0]
         if layer not in self._layers:
             raise IndexError(f"KV cache: got layer {layer}, expected one that is here")
         keys, values = self._layers[layer]
@@ -240,7 +236,7 @@ class Chunk:
 
     def follows(self, layer: int) -> bool:
         """Say whether the rows before these have been written, so that they can be looked at."""
-        return self.cache.written(layer) >= self.behind
+        return self.cache.written[layer] >= self.behind
 
     @property
     def start(self) -> int:
@@ -297,8 +293,7 @@ class Batch:
             chunks.append(Chunk(cache, rows, cache.length + known + left))
             for behind in range(known, len(ids)):
                 row = start + behind
-                one = Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind)
-                chunks.append(one)
+                chunks.append(Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind))
             if left == 0 and logits:
                 output_rows += range(end - 1 - drafts, end)
             read_rows += (start + row for row in read)

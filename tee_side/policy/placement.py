@@ -60,8 +60,14 @@ from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from protocol.validation import did_you_mean, first_problem, refusal
 from tee_side.policy.leakage_summary import leakage_summary
-from tee_side.protect.masks.mask import AdditiveMask, Mask, ProvisionedMask, SegmentMask
-from tee_side.protect.masks.registry import find_mask, is_path
+from tee_side.protect.masks.mask import (
+    AdditiveMask,
+    Mask,
+    ProvisionedMask,
+    SegmentMask,
+    find_mask,
+    is_path,
+)
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,

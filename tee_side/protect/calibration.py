@@ -20,13 +20,13 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
 from protocol.errors import CalibrationError, ModelError, describe
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, Header, parse_header
+from protocol.model.checkpoint import MAX_HEADER_BYTES, TORCH_DTYPES, parse_header
 from protocol.model.config import ModelConfig
 from protocol.model.files import read_bytes, require_inside
 from tee_side.words import Site
@@ -61,8 +61,6 @@ _METADATA = {name: (value, value) for name, value in FORMAT.items()} | {
     "linear_digest": _DIGEST,
     "tokens": ("[1-9][0-9]{0,17}", "a number"),
 }
-
-Layout: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,29 +210,36 @@ def weight_scale_name(site: Site) -> str:
     return f"{layer}.{operator}.weight_scale"
 
 
-def _layout(config: ModelConfig) -> Layout:
-    """Return shape and dtype (safetensors' name) of every tensor of a model's file."""
-    layers = config.num_hidden_layers
-    layout: Layout = {name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES}
-    for operator in FUSED_MODULES:
-        _, (out_features, _) = config.row_layout(operator)
-        for layer in range(layers):
-            layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
-    return layout
-
-
 def _read(
     path: Path, config: ModelConfig, manifest: Manifest | None
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read metadata and tensors, both checked by themselves and against the model's shape."""
-    layout = _layout(config)
-    content, header = _content(path, layout, manifest)
+    layers = config.num_hidden_layers
+    # Shape and dtype (safetensors' name) of every tensor.
+    layout: dict[str, tuple[tuple[int, ...], str]] = {
+        name: ((layers, len(FUSED_MODULES)), "F64") for name in TABLES
+    }
+    for operator in FUSED_MODULES:
+        _, (out_features, _) = config.row_layout(operator)
+        for layer in range(layers):
+            layout[weight_scale_name((layer, operator))] = ((out_features,), "F32")
+    most = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in layout.values())
+    try:
+        # The whole file at once, so that what is verified is what is used.
+        content = read_bytes(path, most, inside=False)
+        if manifest is not None:
+            manifest.check_file(path, content, CALIBRATION_FILE)
+        header = parse_header(content, len(content), str(path))
+    except ModelError as error:
+        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None
     for name, (pattern, expected) in _METADATA.items():
         value = header.metadata.get(name)
-        if value is None or not re.fullmatch(pattern, value):
-            raise CalibrationError(
-                f"{path}: {name}", "nothing" if value is None else describe(value), expected
-            )
+        CalibrationError.unless(
+            value is not None and re.fullmatch(pattern, value),
+            f"{path}: {name}",
+            "nothing" if value is None else describe(value),
+            expected,
+        )
     if unknown := sorted(header.metadata.keys() - _METADATA.keys()):
         raise CalibrationError(
             f"{path}: metadata {describe(unknown[0])}", "an unknown key", "no such key"
@@ -255,7 +260,7 @@ def _read(
         raise CalibrationError(
             f"{path}: {describe(extra[0])}",
             "a tensor that the model does not explain",
-            f"the sites of {config.num_hidden_layers} layers",
+            f"the sites of {layers} layers",
         )
     for name, tensor in tensors.items():
         # The largest row seen may be zero: a model's weights may be.
@@ -269,15 +274,3 @@ def _read(
     expected = f"at most {MAX_SUM}: the ring's"
     CalibrationError.unless(largest <= MAX_SUM, f"{path}: norm_limit", f"{largest:g}", expected)
     return header.metadata, tensors
-
-
-def _content(path: Path, layout: Layout, manifest: Manifest | None) -> tuple[bytes, Header]:
-    """Read the whole file at once, so that what is verified is what is used."""
-    largest = MAX_HEADER_BYTES + sum(8 * math.prod(shape) for shape, _ in layout.values())
-    try:
-        content = read_bytes(path, largest, inside=False)
-        if manifest is not None:
-            manifest.check_file(path, content, CALIBRATION_FILE)
-        return content, parse_header(content, len(content), str(path))
-    except ModelError as error:
-        raise CalibrationError(error.where, error.got, "a file made by tsqp calibrate") from None

@@ -52,11 +52,11 @@ class LinearSite(Protocol):
         """Return the output for an input, in the model's dtype and with its bias."""
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class FloatSite:
     """Floats as they are; only the bias is left to add, if there is one."""
 
-    def __init__(self, bias_O: torch.Tensor | None = None) -> None:
-        self.bias_O = bias_O
+    bias_O: torch.Tensor | None = None
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return the input itself."""
@@ -196,29 +196,23 @@ def _scaled_back(
     return scaled_TO if site.bias_O is None else scaled_TO + site.bias_O
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IntegerSites:
     """Sites of a model that is computed in integers.
 
     `head`: the LM head's; None where it does not leave.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        biases: Biases,
-        dtype: torch.dtype,
-        head: DynamicSite | None = None,
-    ) -> None:
-        self.calibration = calibration
-        self.biases = biases
-        self.dtype = dtype
-        self._head = head
+    calibration: Calibration
+    biases: Biases
+    dtype: torch.dtype
+    head: DynamicSite | None = None
 
     def check_weights(self, site: Site, weights: QuantizedLinear) -> None:
         """Check that the scales are those of these weights. Raises CalibrationError."""
         if site[1] != "lm_head":
             self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
-        elif self._head is not None and not weights.scale.equal(self._head.factor_O):
+        elif self.head is not None and not weights.scale.equal(self.head.factor_O):
             raise CalibrationError(
                 "lm_head: weight scales", "others", "those that were read at the start"
             )
@@ -232,9 +226,9 @@ class IntegerSites:
     def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
         if site[1] != "lm_head":
             return self.layer_site(site)
-        if self._head is None:
+        if self.head is None:
             raise LookupError("an LM head that does not leave")
-        return self._head
+        return self.head
 
 
 def load_biases(

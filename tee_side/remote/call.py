@@ -272,7 +272,12 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             if not outputs[-1]:
                 break
         if outputs[-1]:
-            parts = outputs[0] if len(outputs) == 1 else _joined(outputs)
+            # Each service's product: the outputs of all modules side by side.
+            parts = (
+                outputs[0]
+                if len(outputs) == 1
+                else [torch.cat(several, dim=-1) for several in zip(*outputs, strict=True)]
+            )
             clock.mark("unmask")
             revealed = (
                 masked.reveal(parts)
@@ -302,11 +307,6 @@ def _reveal(
             return None
     clock.mark("tee")
     return plan.decode(y, x)
-
-
-def _joined(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Return each service's product, with the outputs of all modules side by side."""
-    return [torch.cat(parts, dim=-1) for parts in zip(*outputs, strict=True)]
 
 
 @types.coroutine

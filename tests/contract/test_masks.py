@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask
-from tee_side.protect.masks.registry import BUILTIN, all_masks, find_mask
+from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask, all_masks, find_mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
@@ -281,7 +280,7 @@ def test_a_mask_keeps_the_contract(
 
 def test_only_the_masks_of_the_core_are_exact_uniform_and_not_broken() -> None:
     core = {"pad", "shares"}
-    assert set(BUILTIN) == core
+    assert set(all_masks().builtin) == core
     assert {name for name, mask in MASKS.items() if mask.uniform} == core
     assert {name for name, mask in NAMED.items() if not mask.broken} == core
     assert all(MASKS[name].tolerance == 0 for name in core)

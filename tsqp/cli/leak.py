@@ -254,7 +254,7 @@ def _settings(
     from protocol.model.config import read_config
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.policy.placement import builtin_policies, load_policy
-    from tee_side.protect.masks.registry import is_path
+    from tee_side.protect.masks.mask import is_path
     from tsqp.lab.bench import prepare
     from tsqp.lab.bench.shapes import find_shape, require_one
     from tsqp.lab.leak.attack_runner import LeakSettings

@@ -225,7 +225,7 @@ def provision(
     MODEL is a Hugging Face directory, or "demo". Run it where the weights and the key may be seen:
     in the TEE, or on a machine of your own. These masks are weak; the last line says how weak.
     """
-    from tee_side.protect.masks.registry import find_mask
+    from tee_side.protect.masks.mask import find_mask
     from tsqp.lab.research.provisioning import provision as run
 
     chosen = _with_options(find_mask(mask), options)

@@ -8,7 +8,7 @@ unmasking factors made in advance, or a second server.
 A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
 as class attributes, what it claims and what breaks it. A new one is one file: see
 docs/write-a-mask.md. The two exact ones, over the ring of 32-bit integers, are here: the one-time
-pad, and additive shares.
+pad, and additive shares. `find_mask` finds these two, those of installed packages, and files.
 
 Shape suffixes: T rows, I in_features, O out_features; B heads, and M, J, N for the product
 [B, M, J] x [B, J, N]. Those of segments are `protocol.model.forward`'s.
@@ -21,7 +21,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -32,6 +34,9 @@ from protocol.model.config import ModelConfig
 from protocol.prepared import Payload
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, is_projection
+
+if TYPE_CHECKING:
+    from tee_side import plugins
 
 Kind = Literal["row", "feature", "segment", "additive"]
 
@@ -397,3 +402,47 @@ class Shares(SharingMask):
         seed = Seed(randomness.bytes(SEED_BYTES), tuple(x_TI.shape))
         sent = seed, x_TI - seed.elements()
         return Masked(sent, lambda first_TO, second_TO: first_TO + second_TO)
+
+
+BUILTIN: dict[str, type[Mask]] = {mask.name: mask for mask in (Pad, Shares)}
+
+
+@cache
+def all_masks() -> plugins.Kind[Mask]:
+    """Return what finds masks by name, of installed packages as well."""
+    from tee_side import plugins  # of no use to a run under our own masks
+
+    return plugins.Kind(Mask, "mask", "a mask kind", MaskError, group="tsqp.masks", builtin=BUILTIN)
+
+
+def is_path(name: str) -> bool:
+    """Say whether a person means a file, and nothing by its name."""
+    return "/" in name or name.endswith(".py")
+
+
+def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
+    """Return a mask class by name, or from a Python file by its path (it has a `/` or `.py`).
+
+    A relative path is looked up from `folder`, which is the policy file's. `FILE.py:Class` picks
+    one of several in a file. Of installed packages only the one that brings the name is imported,
+    and none for a name of ours: a policy that asks for `pad` gets the one it was written for.
+    Raises MaskError, and PluginError for a file or package that does not load.
+    """
+    if name_or_path in BUILTIN:
+        return BUILTIN[name_or_path]
+    path_text, _, wanted = name_or_path.partition(":")
+    if not is_path(path_text):
+        return all_masks().named(name_or_path)
+    from tee_side.plugins import classes_in, load_module
+
+    path = (folder or Path()) / path_text
+    masks = classes_in(load_module(path), Mask)
+    found = [mask for mask in masks if wanted in ("", mask.__name__)]
+    names = ", ".join(mask.__name__ for mask in found) or "none"
+    MaskError.unless(
+        len(found) == 1,
+        str(path),
+        f"{len(found)} masks ({names})",
+        f"one named {wanted}" if wanted else "one (FILE.py:Class picks one)",
+    )
+    return found[0]

@@ -97,7 +97,7 @@ _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
 class PadBankStatus:
     """What a person wants to know about a bank. `next_index`: the first that was not handed out.
 
-    `file_bytes` is what the bank takes when it is full, `allocated_bytes` what it takes now.
+    `allocated_bytes`: what the bank takes now.
     """
 
     path: Path
@@ -105,7 +105,6 @@ class PadBankStatus:
     available: int
     next_index: int
     token_bytes: int
-    file_bytes: int
     allocated_bytes: int
 
 
@@ -380,7 +379,6 @@ def read_bank_status(place: BankPlace) -> PadBankStatus:
         available=opened.state.filled - opened.state.reserved,
         next_index=opened.state.reserved,
         token_bytes=slot_bytes(opened.header.layout, opened.header.group) // opened.header.group,
-        file_bytes=file.st_size,
         allocated_bytes=file.st_blocks * 512,
     )
 

@@ -46,14 +46,8 @@ _ROWS_READ_AHEAD = 8
 # From here on a site's factors are read by threads, while the operator before it is under way.
 MANY_ROWS = 64
 
-# Called with (sites done, sites in all) after each site.
-OnSite: TypeAlias = Callable[[int, int], None]
-
 # Returns a site's weight [O, I]: int8 for products in the ring, float32 for masks over floats.
 Weights: TypeAlias = Callable[[SiteShape], torch.Tensor]
-
-# Raises where quantised weights are not those that a site's scales belong to.
-CheckWeights: TypeAlias = Callable[[Site, QuantizedLinear], None]
 
 # What else is to be done: nothing, or steps.
 Load: TypeAlias = Literal["idle", "steps"]
@@ -73,8 +67,12 @@ class PadMaker:
         self._mask = mask
         self._weights = weights
 
-    def fill(self, store: PadStore, tokens: int, on_site: OnSite | None = None) -> None:
+    def fill(
+        self, store: PadStore, tokens: int, on_site: Callable[[int, int], None] | None = None
+    ) -> None:
         """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
+
+        `on_site`: called with (sites done, sites in all) after each site.
 
         Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the
         store has no room for so many.
@@ -114,16 +112,17 @@ def read_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
     arithmetic: Arithmetic,
-    check: CheckWeights | None = None,
+    check: Callable[[Site, QuantizedLinear], None] | None = None,
     *,
     held: Mapping[Site, QuantizedLinear] | None = None,
 ) -> Weights:
     """Return a source that reads a weight from the model directory each time it is asked.
 
-    `check`: called with a site's quantised weights when they are first read; None where nothing is
-    known to compare them with. `held`: integers that are in memory anyway, checked by who put them
-    there; they are not read, and may still be filled afterwards. The source raises ModelError if
-    the directory has changed, and what `check` raises.
+    `check`: called with a site's quantised weights when they are first read, raises where they are
+    not those that its scales belong to; None where nothing is known to compare them with. `held`:
+    integers that are in memory anyway, checked by who put them there; they are not read, and may
+    still be filled afterwards. The source raises ModelError if the directory has changed, and what
+    `check` raises.
     """
     checked: set[Site] = set()
 
@@ -422,16 +421,13 @@ class PadLane:
         if ready is None:
             if rows < MANY_ROWS and site not in self._ahead:
                 return self._store.factors(indices[:rows], site)
-            ready = self._read_many(indices, site, rows)
+            # Those of `rows` rows at least; and those of the next site are read meanwhile.
+            draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
+            following = self._following.get(site)
+            if following is not None and following not in self._used and not self._ahead:
+                self._ahead[following] = self._store.start(indices, following)
+            ready = draw()
         return ready if rows == len(indices) else (ready[0][:rows], ready[1][:rows])
-
-    def _read_many(self, indices: range, site: int, rows: int) -> Words:
-        """Return words for `rows` rows at least, and have those of the next site read."""
-        draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
-        following = self._following.get(site)
-        if following is not None and following not in self._used and not self._ahead:
-            self._ahead[following] = self._store.start(indices, following)
-        return draw()
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""

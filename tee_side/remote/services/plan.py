@@ -16,7 +16,7 @@ import torch
 
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import SettingsError
-from protocol.messages import FUSED_MODULES, MAX_STATEMENT_BYTES
+from protocol.messages import MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
@@ -295,11 +295,10 @@ def init_reply_bytes(config: ModelConfig) -> int:
 
 def _row_elements(operator: Operator, config: ModelConfig) -> int:
     """Return how many numbers come back for each row that was sent."""
-    if operator in FUSED_MODULES:
-        modules = FUSED_MODULES[operator]
-        return sum(config.module_shape(module)[0] for module in modules)
+    if is_projection(operator):
+        return config.row_layout(operator)[1][0]
     if operator == "attn_scores":
         return config.num_attention_heads * config.max_position_embeddings
     if operator in PRODUCTS:
         return config.num_attention_heads * config.head_dim
-    return config.vocab_size if operator == "lm_head" else config.hidden_size
+    return config.hidden_size

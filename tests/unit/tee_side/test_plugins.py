@@ -16,8 +16,7 @@ from protocol.errors import InputError, ManifestError, PluginError, PolicyError,
 from tee_side import plugins
 from tee_side.plugins import checking_files, load_module, load_object, source_of
 from tee_side.policy.placement import load_policy, policy_names
-from tee_side.protect.masks.mask import Pad
-from tee_side.protect.masks.registry import all_masks, find_mask
+from tee_side.protect.masks.mask import Pad, all_masks, find_mask
 from tee_side.protect.verification import find_checks
 from tee_side.remote.call import find_registered
 from tests.kit.model import policy_of

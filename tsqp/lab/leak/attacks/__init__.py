@@ -11,7 +11,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from tee_side.plugins import Kind, classes_in, load_module
-from tee_side.protect.masks.registry import is_path
+from tee_side.protect.masks.mask import is_path
 from tsqp.lab.leak.attack import Attack, AttackError
 
 ATTACKS: Kind[Attack] = Kind(
