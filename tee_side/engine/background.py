@@ -92,33 +92,20 @@ class WaitingQueue(Generic[R]):
         """Return whose turn it is, or None."""
         if not self._queues:
             return None
-        return self._queues[self._least()][0]
-
-    def pop(self) -> R:
-        """Take the one whose turn it is."""
-        owner = self._least()
-        request = self._queues[owner].popleft()
-        self._forget_empty(owner)
-        return request
+        return self._queues[min(self._queues, key=self._served.__getitem__)][0]
 
     def remove(self, owner: str, request: R) -> None:
-        """Forget a request, if it is still here."""
-        queue = self._queues.get(owner)
-        if queue is not None and request in queue:
-            queue.remove(request)
-            self._forget_empty(owner)
+        """Take a request out, if it is still here."""
+        queue = self._queues.get(owner, ())
+        if request in queue:
+            self._queues[owner].remove(request)
+            if not queue:
+                del self._queues[owner]
+                self._last = owner
 
     def serve(self, owner: str, tokens: int) -> None:
         """Count tokens that were computed for an owner."""
         self._served[owner] = self._served.get(owner, 0) + tokens
-
-    def _least(self) -> str:
-        return min(self._queues, key=lambda owner: self._served[owner])
-
-    def _forget_empty(self, owner: str) -> None:
-        if not self._queues[owner]:
-            del self._queues[owner]
-            self._last = owner
 
 
 @dataclass(kw_only=True)
@@ -327,7 +314,7 @@ class BackgroundEngine:
                         break
                     self._end(ticket, error)
                 else:
-                    self._waiting.pop()
+                    self._waiting.remove(request.owner, request)
                     self._waiting.serve(request.owner, len(request.prompt_ids))
 
     def _drop_cancelled(self) -> None:

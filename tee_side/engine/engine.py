@@ -205,8 +205,9 @@ class Engine:
         config, prompt = self._model.config, len(request.prompt_ids)
         sampling = settings_of_sample(request.sampling, sample)
         matcher = None if request.grammar is None else request.grammar.copy()
-        stop = request.stop
-        watch = TextStream(self.tokenizer, stop) if self.tokenizer and stop else None
+        watch = (
+            TextStream(self.tokenizer, request.stop) if self.tokenizer and request.stop else None
+        )
         guesses = self.settings.speculative_tokens and request.max_new_tokens
         return Sequence(
             request,
@@ -218,7 +219,7 @@ class Engine:
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
             watch,
-            _drafts(request, guesses) if guesses else None,
+            _drafts(request) if guesses else None,
             _reader(request) if _reads(request) and not sample else None,
         )
 
@@ -398,10 +399,10 @@ def _given(rows: abc.Sequence[Rows], result: PartResult) -> Iterator[_Given]:
     return zip(rows, logits, hidden, strict=True)
 
 
-def _drafts(request: Request, tokens: int) -> Drafts:
+def _drafts(request: Request) -> Drafts:
     from tee_side.engine.drafts import Drafts
 
-    return Drafts(request.prompt_ids, tokens=tokens)
+    return Drafts(request.prompt_ids)
 
 
 def _reader(request: Request) -> PromptReader:

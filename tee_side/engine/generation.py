@@ -144,12 +144,11 @@ class Generation:
 
     def stop(self) -> None:
         """End after the tokens so far, as a stop string does."""
-        self._sequence.stop()
+        self._sequence.finish_reason = "stop"
 
     def text_stream(self) -> TextStream | None:
         """Return what turns the tokens of `steps` into text; None without a tokenizer."""
-        stop = self._sequence.request.stop
-        return TextStream(self._tokenizer, stop) if self._tokenizer else None
+        return TextStream(self._tokenizer, self._sequence.request.stop) if self._tokenizer else None
 
     @property
     def token_ids(self) -> list[int]:

@@ -105,10 +105,6 @@ class Sequence:
             if self.watch.found:
                 self.finish_reason = "stop"
 
-    def stop(self) -> None:
-        """Finish now."""
-        self.finish_reason = "stop"
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
