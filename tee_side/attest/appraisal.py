@@ -55,10 +55,7 @@ from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
 _CLOCKS_APART_S = 60
-_ANY = "any"
 
-Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
-Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]
 NotLookedAt: TypeAlias = Literal["any"]
 
 
@@ -140,7 +137,7 @@ class TdxPolicy(_Table):
     """What a guest of TDX must be; `rtmr`: by number, "0" to "3"; `config_id`: MRCONFIGID."""
 
     mrtd: Measurements
-    rtmr: dict[Rtmr, Measurements] | NotLookedAt
+    rtmr: dict[Literal["0", "1", "2", "3"], Measurements] | NotLookedAt
     config_id: Measurements
     tcb_status: tuple[str, ...] | NotLookedAt = ("UpToDate",)
 
@@ -179,7 +176,7 @@ class ClaimsPolicy(_Table):
 class AppraisalPolicy(_Table):
     """A policy; a kind of TEE without a table is not accepted."""
 
-    mode: Mode
+    mode: Literal["development", "production", "gpu-confidential"]
     max_age_s: Annotated[int | NotLookedAt, _number(1, "any")]
     claims: ClaimsPolicy
     snp: SnpPolicy | None = None
@@ -308,11 +305,14 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[App
             yield from _snp_steps(verified, table)
         case VerifiedTdx(), AppraisalPolicy(tdx=TdxPolicy() as table):
             registers = () if isinstance(table.rtmr, str) else table.rtmr.items()
-            yield from _steps(
-                ("MRTD", verified.mrtd, table.mrtd),
-                *((f"RTMR{n}", verified.rtmr[int(n)], allowed) for n, allowed in registers),
-                ("MRCONFIGID", verified.config_id, table.config_id),
-                ("TCB status", verified.status, table.tcb_status),
+            yield from starmap(
+                _step,
+                (
+                    ("MRTD", verified.mrtd, table.mrtd),
+                    *((f"RTMR{n}", verified.rtmr[int(n)], allowed) for n, allowed in registers),
+                    ("MRCONFIGID", verified.config_id, table.config_id),
+                    ("TCB status", verified.status, table.tcb_status),
+                ),
             )
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
             yield _step("measurement", verified.measurement, table.measurements)
@@ -328,19 +328,22 @@ def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalSte
     report = verified.report
     agent = "allowed" if report.migration_agent else "off"
     checked = "checked" if verified.revocation_checked else "not checked"
-    yield from _steps(
-        ("product", verified.product, table.products),
-        ("measurement", report.measurement, table.measurements),
-        ("host data", report.host_data, table.host_data),
-        ("debug", "on" if report.debug else "off", table.debug),
-        ("migration agent", agent, table.migration_agent),
-        ("VMPL", report.vmpl, table.vmpl),
-        ("signing key", report.signing_key, table.signing_key),
-        ("revocation", checked, table.revocation),
-        ("alias check", "done" if report.alias_check else "not done", table.alias_check),
+    yield from starmap(
+        _step,
+        (
+            ("product", verified.product, table.products),
+            ("measurement", report.measurement, table.measurements),
+            ("host data", report.host_data, table.host_data),
+            ("debug", "on" if report.debug else "off", table.debug),
+            ("migration agent", agent, table.migration_agent),
+            ("VMPL", report.vmpl, table.vmpl),
+            ("signing key", report.signing_key, table.signing_key),
+            ("revocation", checked, table.revocation),
+            ("alias check", "done" if report.alias_check else "not done", table.alias_check),
+        ),
     )
     if isinstance(table.minimum_tcb, str):
-        yield AppraisalStep("TCB", True, str(verified.tcb), _ANY)
+        yield AppraisalStep("TCB", True, str(verified.tcb), "any")
     elif (least := table.minimum_tcb.get(verified.product)) is not None:
         # Firmware may be made newer under a guest; what it was launched by counts as well.
         launched = Tcb.parse(report.launch_tcb, verified.product)
@@ -365,10 +368,13 @@ def _gpu_steps(
     elif table is not None:
         for name, gpu in evidence.gpus.items():
             found = verify_nvidia(gpu.report, gpu.certificates, nonce, now)
-            yield from _steps(
-                (f"GPU {name}", found.digest, table.measurements),
-                (f"GPU {name}: driver", found.driver, table.driver),
-                (f"GPU {name}: VBIOS", found.vbios, table.vbios),
+            yield from starmap(
+                _step,
+                (
+                    (f"GPU {name}", found.digest, table.measurements),
+                    (f"GPU {name}: driver", found.driver, table.driver),
+                    (f"GPU {name}: VBIOS", found.vbios, table.vbios),
+                ),
             )
 
 
@@ -388,10 +394,16 @@ def _claim_steps(
         fresh = -_CLOCKS_APART_S <= age_s <= most
         yield AppraisalStep("age", fresh, f"{age_s} s", f"{most} s at most")
     names, keys = ("model", "policy", "settings", "version"), claims.curve_keys.items()
-    yield from _steps(
-        *((name, getattr(claims, name), getattr(table, name)) for name in names),
-        *((f"plug-in {name}", digest, table.plugins) for name, digest in claims.plugins.items()),
-        *((f"key of {owner}", key, table.services) for owner, key in keys if owner != "runner"),
+    yield from starmap(
+        _step,
+        (
+            *((name, getattr(claims, name), getattr(table, name)) for name in names),
+            *(
+                (f"plug-in {name}", digest, table.plugins)
+                for name, digest in claims.plugins.items()
+            ),
+            *((f"key of {owner}", key, table.services) for owner, key in keys if owner != "runner"),
+        ),
     )
     if policy.mode != "development":
         confidential = ("snp+nvidia", "tdx+nvidia")
@@ -399,15 +411,10 @@ def _claim_steps(
         yield _step("attested services", claims.attested_services, (*confidential, *others))
 
 
-def _steps(*rows: tuple[str, object, object]) -> Iterator[AppraisalStep]:
-    """Compare what is named with what is allowed, row by row."""
-    return starmap(_step, rows)
-
-
 def _step(name: str, got: object, allowed: object) -> AppraisalStep:
     """Compare with one value, with several, or with none of them ("any")."""
     among = allowed if isinstance(allowed, tuple) else (allowed,)
-    passed = allowed == _ANY or got in among
+    passed = allowed == "any" or got in among
     return AppraisalStep(name, passed, _words(got), " or ".join(map(_words, among)) or "none")
 
 

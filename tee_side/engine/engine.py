@@ -12,7 +12,7 @@ from collections import abc
 from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,9 +46,6 @@ DEFAULT_STEP_TOKENS = 512
 # every token, and for nothing after so many.
 _MOST_LOSSES = 5
 _REMEMBERED_TOKENS = 16
-
-# What a step gave one sequence: logits [N, V] and hidden states [R, D].
-_Given: TypeAlias = tuple[Rows, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,8 +389,10 @@ class Engine:
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 
 
-def _given(rows: abc.Sequence[Rows], result: PartResult) -> Iterator[_Given]:
-    """Cut what came of a part into what came of each sequence."""
+def _given(
+    rows: abc.Sequence[Rows], result: PartResult
+) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
+    """Cut what came of a part into the logits [N, V] and hidden states [R, D] of each sequence."""
     logits = result.logits_NV.split([one.outputs for one in rows])
     hidden = result.hidden_RD.split([len(one.read) for one in rows])
     return zip(rows, logits, hidden, strict=True)

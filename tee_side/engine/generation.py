@@ -77,9 +77,11 @@ class PadTotals(_Report):
         """Return what pads did between two moments; None for a policy that needs none."""
         if now.pads_ready is None:
             return None
-        waited = now.pads_waited - before.pads_waited
-        in_tee = now.pads_in_tee - before.pads_in_tee
-        return cls(available=now.pads_ready, waited=waited, in_tee=in_tee)
+        return cls(
+            available=now.pads_ready,
+            waited=now.pads_waited - before.pads_waited,
+            in_tee=now.pads_in_tee - before.pads_in_tee,
+        )
 
 
 class GenerationResult(_Report):

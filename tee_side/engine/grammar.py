@@ -86,13 +86,10 @@ class GrammarCompiler:
         return GrammarMatcher(matcher, where)
 
     def _is_affordable(self, owner: str, grammar: str) -> bool:
-        """Compile in a process that has limits of its own."""
         key = owner, hashlib.sha256(grammar.encode()).digest()
         if key in self._affordable:
             return True
-        trial = [sys.executable, "-I", str(Path(grammar_trial.__file__))]
-        done = subprocess.run(trial, input=grammar.encode(), capture_output=True, check=False)
-        if fits := done.returncode == 0:
+        if fits := _is_affordable(grammar):
             if len(self._affordable) >= _MOST_REMEMBERED:
                 self._affordable.clear()
             self._affordable.add(key)
@@ -140,6 +137,13 @@ class GrammarMatcher:
     def _require(self, well: bool) -> None:
         expected = "one within the limits of a token"
         PromptError.unless(well, self._where, "a grammar that cannot go on", expected)
+
+
+def _is_affordable(grammar: str) -> bool:
+    """Compile in a process that has limits of its own."""
+    trial = [sys.executable, "-I", str(Path(grammar_trial.__file__))]
+    done = subprocess.run(trial, input=grammar.encode(), capture_output=True, check=False)
+    return done.returncode == 0
 
 
 # Readers of a source: bytes of it, the library's text for it, and whether it needs a trial.

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -92,10 +92,11 @@ class OfferedModel:
     system_fingerprint: str
     created: int
     pooling: Pooling = "last"
-    names: TokenNames = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", TokenNames(self.tokenizer))
+    @cached_property
+    def names(self) -> TokenNames:
+        """Names of its tokens."""
+        return TokenNames(self.tokenizer)
 
 
 def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
@@ -377,8 +378,7 @@ class EmbeddingAnswer:
                 written = f'"{base64.b64encode(content).decode()}"'
             else:
                 written = json.dumps(unit_D.tolist(), separators=(",", ":"))
-            item = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
-            self._found[prompt] = item
+            self._found[prompt] = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
         return ""
 
     def finish(self, counts: TokenCounts) -> str:

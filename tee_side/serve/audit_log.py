@@ -71,8 +71,9 @@ class AuditLog:
         utc: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._clock, self._utc = clock, utc
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _refusing(path), ExitStack() as stack:
-            self._file = stack.enter_context(_opened(path))
+            self._file = stack.enter_context(os.fdopen(os.open(path, flags, SECRET_MODE), "r+b"))
             _lock(self._file, path)
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
@@ -248,12 +249,6 @@ def _refusing(path: Path) -> Iterator[None]:
     except OSError as error:
         got = error.strerror or type(error).__name__
         raise AuditLogError(str(path), got=got, expected="an audit log") from None
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Open a log to write; it is made where there is none. Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, SECRET_MODE), "r+b")
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

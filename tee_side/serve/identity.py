@@ -157,7 +157,13 @@ class Attestation:
                 param="query.nonce",
                 code="invalid_nonce",
             )
-        self._take()
+        now_s = self._clock()
+        self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
+        self._since_s = now_s
+        if self._left < 1 or self._waiting >= _MOST_WAITING:
+            again = {"retry-after": "1"}
+            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
+        self._left -= 1
         self._waiting += 1
         try:
             async with self._turn:
@@ -168,15 +174,6 @@ class Attestation:
             self._waiting -= 1
         fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
         return JSONResponse(fields, headers={"cache-control": "no-store"})
-
-    def _take(self) -> None:
-        now_s = self._clock()
-        self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
-        self._since_s = now_s
-        if self._left < 1 or self._waiting >= _MOST_WAITING:
-            again = {"retry-after": "1"}
-            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
-        self._left -= 1
 
 
 class ReceiptChain:

@@ -66,7 +66,8 @@ class Sealing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http" or _content_type(scope) != CONTENT_TYPE:
+        kind = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
+        if kind.partition(";")[0].strip().lower() != CONTENT_TYPE:
             await self._app(scope, receive, send)
             return
         opened = _OpenedRequest(receive)
@@ -195,10 +196,6 @@ class _Sealed:
             more = message.get("more_body", False)
             body = self._direction.seal(message.get("body", b""), final=not more)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-def _content_type(scope: Scope) -> str:
-    return Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _unreadable() -> ApiError:
