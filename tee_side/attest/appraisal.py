@@ -50,7 +50,15 @@ from protocol.validation import first_problem, refusal
 from tee_side.attest.attesters import VerifiedSimulated, verify_simulated
 from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.snp import Product, SigningKey, Tcb, VerifiedSnp, verify_snp
-from tee_side.attest.statement import Claims, Evidence, Purpose, Statement, gpu_nonce, report_data
+from tee_side.attest.statement import (
+    Claims,
+    Evidence,
+    Kind,
+    Purpose,
+    Statement,
+    gpu_nonce,
+    report_data,
+)
 from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
@@ -194,8 +202,7 @@ class AppraisalPolicy(_Table):
     def development(cls) -> AppraisalPolicy:
         """Return what accepts any simulated TEE: it shows that parts fit, and proves nothing."""
         looked_at = dict.fromkeys(ClaimsPolicy.model_fields, "any")
-        simulated = {"measurements": "any"}
-        said = {"mode": "development", "max_age_s": "any", "simulated": simulated}
+        said = {"mode": "development", "max_age_s": "any", "simulated": {"measurements": "any"}}
         return cls.model_validate(said | {"claims": looked_at})
 
     @classmethod
@@ -282,7 +289,7 @@ def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> 
         )
         if bound:
             claims = found
-            steps += _platform_steps(verified, policy)
+            steps += _platform_steps(evidence.kind, verified, policy)
             steps += _gpu_steps(evidence, found, gpu_nonce(stated.claims), policy, expected.now)
             steps += _claim_steps(found, policy, expected)
     except EvidenceError as error:
@@ -299,7 +306,9 @@ def verify_evidence(evidence: Evidence, now: datetime) -> Verified:
     return verify_simulated(evidence.report)
 
 
-def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[AppraisalStep]:
+def _platform_steps(
+    kind: Kind, verified: Verified, policy: AppraisalPolicy
+) -> Iterator[AppraisalStep]:
     match verified, policy:
         case VerifiedSnp(), AppraisalPolicy(snp=SnpPolicy() as table):
             yield from _snp_steps(verified, table)
@@ -317,11 +326,9 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[App
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
             yield _step("measurement", verified.measurement, table.measurements)
         case _:
-            kinds = [kind for kind in ("snp", "tdx", "simulated") if getattr(policy, kind)]
+            kinds = [name for name in ("snp", "tdx", "simulated") if getattr(policy, name)]
             expected = " or ".join(kinds) or "none"
-            yield AppraisalStep(
-                "kind of TEE", False, verified.kind, f"{expected} (mode {policy.mode})"
-            )
+            yield AppraisalStep("kind of TEE", False, kind, f"{expected} (mode {policy.mode})")
 
 
 def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalStep]:

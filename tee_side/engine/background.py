@@ -85,8 +85,7 @@ class WaitingQueue(Generic[R]):
 
     def full(self) -> QueueFullError:
         """Return the error of a request that finds no place."""
-        where = "waiting requests (--max-waiting)"
-        return QueueFullError(where, f"{len(self)}", f"< {self.limit}")
+        return QueueFullError("waiting requests (--max-waiting)", f"{len(self)}", f"< {self.limit}")
 
     def first(self) -> R | None:
         """Return whose turn it is, or None."""
@@ -160,7 +159,6 @@ class BackgroundEngine:
         self._prefixes = engine.prefixes
         self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
-        self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
         self._refused: list[tuple[Sequence, TsqpError]] = []
         # Guards the queue and the tickets; the engine's own state is its thread's.
@@ -242,8 +240,7 @@ class BackgroundEngine:
         except BaseException as error:  # noqa: BLE001 - a mistake of ours: its text may quote a prompt
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-            fields = {"error": type(error).__name__, "at": place}
-            log.error("engine_died", extra={"fields": fields})
+            log.error("engine_died", extra={"fields": {"error": type(error).__name__, "at": place}})
             with self._changed:
                 self._died = True
             self._become("failed")
@@ -270,8 +267,7 @@ class BackgroundEngine:
         self._hand_out()
 
     def _has_work(self) -> bool:
-        under_way = self._engine.running or len(self._waiting)
-        return bool(self._closing or self._cancelled or under_way)
+        return bool(self._closing or self._cancelled or self._engine.running or self._waiting)
 
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""

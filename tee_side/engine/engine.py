@@ -175,8 +175,7 @@ class Engine:
         """
         self.check(request)
         self._remove_finished()
-        running = sum(sequence.cache.nbytes for sequence in self._running)
-        left = self.max_kv_bytes - running
+        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
         needed = self._require_kv(request, left)
         if self.settings.prefix_reuse:
             self.prefixes.make_room(needed + self.prefixes.nbytes - left)
@@ -222,9 +221,8 @@ class Engine:
 
     def _capacity(self, request: Request) -> int:
         prompt = len(request.prompt_ids)
-        new_tokens = min(request.max_new_tokens, self.context - prompt)
         # The last token is never fed back, so it needs no place in the cache.
-        return prompt + max(0, new_tokens - 1)
+        return prompt + max(0, min(request.max_new_tokens, self.context - prompt) - 1)
 
     def _require_kv(self, request: Request, left: int) -> int:
         """Return how many bytes a request's caches have; LimitError if they are more than `left`.

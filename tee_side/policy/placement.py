@@ -493,8 +493,7 @@ class Policy(BaseModel):
 
 def builtin_policies() -> list[str]:
     """Return the names of the policies that ship with us."""
-    names = (Path(entry.name) for entry in _BUILTIN.iterdir())
-    return sorted(name.stem for name in names if name.suffix == _SUFFIX)
+    return sorted(Path(e.name).stem for e in _BUILTIN.iterdir() if e.name.endswith(_SUFFIX))
 
 
 def policy_names() -> list[str]:

@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -30,12 +30,12 @@ from tee_side.engine.request import (
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 
+@dataclass(frozen=True)
 class TokenNames:
     """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, str]] = {}
+    _tokenizer: Tokenizer
+    _known: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def of(self, token_id: int) -> tuple[str, str]:
         r"""Return a token's name, and its bytes as a list, or null for an id without a token.
@@ -211,13 +211,14 @@ class _Choice:
     """
 
     def __init__(self, index: int, model: OfferedModel, request: Request, offset: int) -> None:
-        ends = model.config.eos_token_ids
         self.index = index
         self.offset = offset
         self._shown = TextStream(model.tokenizer, request.stop)
         # Nothing is held back in this one.
         self._whole = TextStream(model.tokenizer) if request.stop else None
-        self._stop_ids = ends if request.stop_ids is None else request.stop_ids
+        self._stop_ids = (
+            model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
+        )
         self.finish: FinishReason | None = None
         self.written: list[str] = []
         self.entries: list[Entry] = []
@@ -302,8 +303,7 @@ class WholeAnswer:
         if request.logprobs is not None and request.prompt_logprobs is not None:
             ids = request.prompt_ids
             places = offsets(self._model.tokenizer, ids)
-            found = (None, *read.logprobs)
-            rows = zip(ids, found, places, strict=True)
+            rows = zip(ids, (None, *read.logprobs), places, strict=True)
             entries = [form.entry(names, *row) for row in rows]
         for choice in self._choices[prompt]:
             yield self._write(choice, self._echo[prompt], entries, None)

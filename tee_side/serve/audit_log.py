@@ -25,10 +25,10 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import msgpack
 from cryptography.exceptions import InvalidTag
@@ -55,7 +55,7 @@ class AuditLogError(InputError):
     """An audit log that cannot be opened, is in use, is none, or was changed."""
 
 
-class AuditLog:
+class AuditLog(AbstractContextManager["AuditLog"]):
     """Writes a log, of one thread; a new file, or behind what there is.
 
     `clock`: monotonic seconds, for `sync`. `utc`: the time of a record. `errors`: how often the
@@ -91,9 +91,6 @@ class AuditLog:
         self._cipher, self._nonce = _cipher(key, self._salt), 0
         if reader.torn_bytes:
             self.record("torn", bytes=reader.torn_bytes)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

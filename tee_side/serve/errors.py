@@ -88,8 +88,7 @@ class ApiError(HTTPException):
 
     def response(self) -> Response:
         """Return the answer."""
-        kind = "application/json"
-        return Response(self.body, self.status_code, self.headers, media_type=kind)
+        return Response(self.body, self.status_code, self.headers, "application/json")
 
 
 def wrong(param: str, expected: str) -> ApiError:
@@ -105,8 +104,7 @@ def require(holds: object, param: str, expected: str) -> None:
 
 def loading() -> ApiError:
     """Return the error of a server whose model is not there yet."""
-    message, code = "the model is being loaded", "starting"
-    return ApiError(503, message, code=code, headers={"retry-after": "5"})
+    return ApiError(503, "the model is being loaded", code="starting", headers={"retry-after": "5"})
 
 
 def of_engine(error: TsqpError, param: str | None = None) -> ApiError:

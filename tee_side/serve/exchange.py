@@ -39,12 +39,12 @@ def anyone(_request: HttpRequest) -> str:
     return ""
 
 
+@dataclass
 class Compiling:
     """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.turns = asyncio.Semaphore(2)
+    count: int = 0
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ class EngineResponse(Response):
             try:
                 serving.engine.check(request)
             except TsqpError as error:
-                param = "body.n" if error.where == "samples" else None
-                raise of_engine(error, param) from None
+                raise of_engine(error, "body.n" if error.where == "samples" else None) from None
         self._serving, self._watched = serving, caller
         self._requests, self._answer = requests, answer
         self.receipt: AnswerReceipt | None = None

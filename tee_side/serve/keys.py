@@ -303,12 +303,12 @@ class Limits:
                 raise refuse(f"{what} a minute", f"no room for {costs[what]}", size, after_s)
 
 
+@dataclass(slots=True)
 class Admission:
     """One request that was let in. `reserved`: tokens; None: the key has no limit on them."""
 
-    def __init__(self, state: _State, reserved: int | None) -> None:
-        self._state: _State | None = state
-        self.reserved = reserved
+    _state: _State | None
+    reserved: int | None
 
     def end(self, used_tokens: int) -> None:
         """Give back what was not used; the second time does nothing."""

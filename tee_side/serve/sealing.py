@@ -199,5 +199,8 @@ class _Sealed:
 
 
 def _unreadable() -> ApiError:
-    message = "the sealed body could not be opened: another key or path, or other bytes"
-    return ApiError(400, message, code="sealed_body")
+    return ApiError(
+        400,
+        "the sealed body could not be opened: another key or path, or other bytes",
+        code="sealed_body",
+    )
