@@ -50,15 +50,7 @@ from protocol.validation import first_problem, refusal
 from tee_side.attest.attesters import VerifiedSimulated, verify_simulated
 from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.snp import Product, SigningKey, Tcb, VerifiedSnp, verify_snp
-from tee_side.attest.statement import (
-    Claims,
-    Evidence,
-    Kind,
-    Purpose,
-    Statement,
-    gpu_nonce,
-    report_data,
-)
+from tee_side.attest.statement import Claims, Evidence, Purpose, Statement, gpu_nonce, report_data
 from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
@@ -307,21 +299,18 @@ def verify_evidence(evidence: Evidence, now: datetime) -> Verified:
 
 
 def _platform_steps(
-    kind: Kind, verified: Verified, policy: AppraisalPolicy
+    kind: str, verified: Verified, policy: AppraisalPolicy
 ) -> Iterator[AppraisalStep]:
     match verified, policy:
         case VerifiedSnp(), AppraisalPolicy(snp=SnpPolicy() as table):
             yield from _snp_steps(verified, table)
         case VerifiedTdx(), AppraisalPolicy(tdx=TdxPolicy() as table):
             registers = () if isinstance(table.rtmr, str) else table.rtmr.items()
-            yield from starmap(
-                _step,
-                (
-                    ("MRTD", verified.mrtd, table.mrtd),
-                    *((f"RTMR{n}", verified.rtmr[int(n)], allowed) for n, allowed in registers),
-                    ("MRCONFIGID", verified.config_id, table.config_id),
-                    ("TCB status", verified.status, table.tcb_status),
-                ),
+            yield from _steps(
+                ("MRTD", verified.mrtd, table.mrtd),
+                *((f"RTMR{n}", verified.rtmr[int(n)], allowed) for n, allowed in registers),
+                ("MRCONFIGID", verified.config_id, table.config_id),
+                ("TCB status", verified.status, table.tcb_status),
             )
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
             yield _step("measurement", verified.measurement, table.measurements)
@@ -335,19 +324,16 @@ def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalSte
     report = verified.report
     agent = "allowed" if report.migration_agent else "off"
     checked = "checked" if verified.revocation_checked else "not checked"
-    yield from starmap(
-        _step,
-        (
-            ("product", verified.product, table.products),
-            ("measurement", report.measurement, table.measurements),
-            ("host data", report.host_data, table.host_data),
-            ("debug", "on" if report.debug else "off", table.debug),
-            ("migration agent", agent, table.migration_agent),
-            ("VMPL", report.vmpl, table.vmpl),
-            ("signing key", report.signing_key, table.signing_key),
-            ("revocation", checked, table.revocation),
-            ("alias check", "done" if report.alias_check else "not done", table.alias_check),
-        ),
+    yield from _steps(
+        ("product", verified.product, table.products),
+        ("measurement", report.measurement, table.measurements),
+        ("host data", report.host_data, table.host_data),
+        ("debug", "on" if report.debug else "off", table.debug),
+        ("migration agent", agent, table.migration_agent),
+        ("VMPL", report.vmpl, table.vmpl),
+        ("signing key", report.signing_key, table.signing_key),
+        ("revocation", checked, table.revocation),
+        ("alias check", "done" if report.alias_check else "not done", table.alias_check),
     )
     if isinstance(table.minimum_tcb, str):
         yield AppraisalStep("TCB", True, str(verified.tcb), "any")
@@ -375,13 +361,10 @@ def _gpu_steps(
     elif table is not None:
         for name, gpu in evidence.gpus.items():
             found = verify_nvidia(gpu.report, gpu.certificates, nonce, now)
-            yield from starmap(
-                _step,
-                (
-                    (f"GPU {name}", found.digest, table.measurements),
-                    (f"GPU {name}: driver", found.driver, table.driver),
-                    (f"GPU {name}: VBIOS", found.vbios, table.vbios),
-                ),
+            yield from _steps(
+                (f"GPU {name}", found.digest, table.measurements),
+                (f"GPU {name}: driver", found.driver, table.driver),
+                (f"GPU {name}: VBIOS", found.vbios, table.vbios),
             )
 
 
@@ -401,21 +384,20 @@ def _claim_steps(
         fresh = -_CLOCKS_APART_S <= age_s <= most
         yield AppraisalStep("age", fresh, f"{age_s} s", f"{most} s at most")
     names, keys = ("model", "policy", "settings", "version"), claims.curve_keys.items()
-    yield from starmap(
-        _step,
-        (
-            *((name, getattr(claims, name), getattr(table, name)) for name in names),
-            *(
-                (f"plug-in {name}", digest, table.plugins)
-                for name, digest in claims.plugins.items()
-            ),
-            *((f"key of {owner}", key, table.services) for owner, key in keys if owner != "runner"),
-        ),
+    yield from _steps(
+        *((name, getattr(claims, name), getattr(table, name)) for name in names),
+        *((f"plug-in {name}", digest, table.plugins) for name, digest in claims.plugins.items()),
+        *((f"key of {owner}", key, table.services) for owner, key in keys if owner != "runner"),
     )
     if policy.mode != "development":
         confidential = ("snp+nvidia", "tdx+nvidia")
         others = () if policy.mode == "gpu-confidential" else ("none", "snp", "tdx")
         yield _step("attested services", claims.attested_services, (*confidential, *others))
+
+
+def _steps(*rows: tuple[str, object, object]) -> Iterator[AppraisalStep]:
+    """Compare what is named with what is allowed, row by row."""
+    return starmap(_step, rows)
 
 
 def _step(name: str, got: object, allowed: object) -> AppraisalStep:

@@ -120,9 +120,8 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
 
 
 def _firmware(leaf: x509.Certificate) -> bytes:
-    encoded = b"".join(
-        one.value.public_bytes() for one in leaf.extensions if one.oid.dotted_string in _DICE
-    )
+    found = [one.value for one in leaf.extensions if one.oid.dotted_string in _DICE]
+    encoded = b"".join(value.public_bytes() for value in found)
     digest = encoded.partition(_BEFORE_SHA384)[2][:_SHA384_BYTES]
     if len(digest) != _SHA384_BYTES:
         raise _refused("leaf", "no digest of firmware", "one of SHA-384, by DICE")
