@@ -83,8 +83,7 @@ class StageClock:
         """End the stage before, if there is one, and begin another; None: begin none."""
         now_ns = time.perf_counter_ns()
         if self._stage is not None:
-            operator, layer = self._operator, self._layer
-            self._observer.spent(operator, layer, self._stage, self._started_ns, now_ns)
+            self._observer.spent(self._operator, self._layer, self._stage, self._started_ns, now_ns)
         self._stage, self._started_ns = stage, time.perf_counter_ns()
 
     def exchanged(self, exchanges: Sequence[Exchange]) -> None:

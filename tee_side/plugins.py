@@ -69,12 +69,12 @@ def read_checked(path: Path) -> bytes:
     return content
 
 
+@dataclass(frozen=True)
 class _CheckedSource(ExecutionLoader):
     """Runs a module from bytes that were read before."""
 
-    def __init__(self, path: str, content: bytes) -> None:
-        self._path = path
-        self._content = content
+    _path: str
+    _content: bytes
 
     def get_filename(self, _fullname: str) -> str:
         return self._path
@@ -130,8 +130,7 @@ def load_object(path: str, name: str) -> object:
     """Return a module-level object of a Python file. Raises PluginError."""
     module = load_module(Path(path))
     PluginError.unless(hasattr(module, name), path, f"nothing named {name}", f"{name} = ...")
-    found: object = getattr(module, name)
-    return found
+    return getattr(module, name)
 
 
 def one_entry_point(group: str, name: str) -> EntryPoint | None:

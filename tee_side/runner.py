@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -100,7 +100,7 @@ class Cores(NamedTuple):
     read_pads: int
 
 
-class Runner:
+class Runner(AbstractContextManager["Runner"]):
     """The trusted side, ready to generate. Use as a context manager.
 
     `assignments`: a line for each service, of the layers and share that it gets and its key.
@@ -196,9 +196,6 @@ class Runner:
             )
             self.engine = Engine(model, self._lanes(observer), settings.engine, tokenizer)
             self._closing = opened.pop_all()
-
-    def __enter__(self) -> Runner:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

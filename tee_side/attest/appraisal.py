@@ -55,10 +55,7 @@ from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
 _CLOCKS_APART_S = 60
-_ANY = "any"
 
-Rtmr: TypeAlias = Literal["0", "1", "2", "3"]
-Mode: TypeAlias = Literal["development", "production", "gpu-confidential"]
 NotLookedAt: TypeAlias = Literal["any"]
 
 
@@ -140,7 +137,7 @@ class TdxPolicy(_Table):
     """What a guest of TDX must be; `rtmr`: by number, "0" to "3"; `config_id`: MRCONFIGID."""
 
     mrtd: Measurements
-    rtmr: dict[Rtmr, Measurements] | NotLookedAt
+    rtmr: dict[Literal["0", "1", "2", "3"], Measurements] | NotLookedAt
     config_id: Measurements
     tcb_status: tuple[str, ...] | NotLookedAt = ("UpToDate",)
 
@@ -179,7 +176,7 @@ class ClaimsPolicy(_Table):
 class AppraisalPolicy(_Table):
     """A policy; a kind of TEE without a table is not accepted."""
 
-    mode: Mode
+    mode: Literal["development", "production", "gpu-confidential"]
     max_age_s: Annotated[int | NotLookedAt, _number(1, "any")]
     claims: ClaimsPolicy
     snp: SnpPolicy | None = None
@@ -197,8 +194,7 @@ class AppraisalPolicy(_Table):
     def development(cls) -> AppraisalPolicy:
         """Return what accepts any simulated TEE: it shows that parts fit, and proves nothing."""
         looked_at = dict.fromkeys(ClaimsPolicy.model_fields, "any")
-        simulated = {"measurements": "any"}
-        said = {"mode": "development", "max_age_s": "any", "simulated": simulated}
+        said = {"mode": "development", "max_age_s": "any", "simulated": {"measurements": "any"}}
         return cls.model_validate(said | {"claims": looked_at})
 
     @classmethod
@@ -285,7 +281,7 @@ def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> 
         )
         if bound:
             claims = found
-            steps += _platform_steps(verified, policy)
+            steps += _platform_steps(evidence.kind, verified, policy)
             steps += _gpu_steps(evidence, found, gpu_nonce(stated.claims), policy, expected.now)
             steps += _claim_steps(found, policy, expected)
     except EvidenceError as error:
@@ -302,7 +298,9 @@ def verify_evidence(evidence: Evidence, now: datetime) -> Verified:
     return verify_simulated(evidence.report)
 
 
-def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[AppraisalStep]:
+def _platform_steps(
+    kind: str, verified: Verified, policy: AppraisalPolicy
+) -> Iterator[AppraisalStep]:
     match verified, policy:
         case VerifiedSnp(), AppraisalPolicy(snp=SnpPolicy() as table):
             yield from _snp_steps(verified, table)
@@ -317,11 +315,9 @@ def _platform_steps(verified: Verified, policy: AppraisalPolicy) -> Iterator[App
         case VerifiedSimulated(), AppraisalPolicy(simulated=SimulatedPolicy() as table):
             yield _step("measurement", verified.measurement, table.measurements)
         case _:
-            kinds = [kind for kind in ("snp", "tdx", "simulated") if getattr(policy, kind)]
+            kinds = [name for name in ("snp", "tdx", "simulated") if getattr(policy, name)]
             expected = " or ".join(kinds) or "none"
-            yield AppraisalStep(
-                "kind of TEE", False, verified.kind, f"{expected} (mode {policy.mode})"
-            )
+            yield AppraisalStep("kind of TEE", False, kind, f"{expected} (mode {policy.mode})")
 
 
 def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalStep]:
@@ -340,7 +336,7 @@ def _snp_steps(verified: VerifiedSnp, table: SnpPolicy) -> Iterator[AppraisalSte
         ("alias check", "done" if report.alias_check else "not done", table.alias_check),
     )
     if isinstance(table.minimum_tcb, str):
-        yield AppraisalStep("TCB", True, str(verified.tcb), _ANY)
+        yield AppraisalStep("TCB", True, str(verified.tcb), "any")
     elif (least := table.minimum_tcb.get(verified.product)) is not None:
         # Firmware may be made newer under a guest; what it was launched by counts as well.
         launched = Tcb.parse(report.launch_tcb, verified.product)
@@ -407,7 +403,7 @@ def _steps(*rows: tuple[str, object, object]) -> Iterator[AppraisalStep]:
 def _step(name: str, got: object, allowed: object) -> AppraisalStep:
     """Compare with one value, with several, or with none of them ("any")."""
     among = allowed if isinstance(allowed, tuple) else (allowed,)
-    passed = allowed == _ANY or got in among
+    passed = allowed == "any" or got in among
     return AppraisalStep(name, passed, _words(got), " or ".join(map(_words, among)) or "none")
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from os import W_OK, access, rmdir
 from tempfile import mkdtemp
 from time import sleep
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,7 +43,6 @@ class VerifiedSimulated(NamedTuple):
 
     measurement: bytes
     report_data: bytes
-    kind: Literal["simulated"] = "simulated"
 
 
 def simulate(report_data: bytes, measurement: bytes) -> Evidence:

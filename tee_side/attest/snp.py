@@ -288,7 +288,6 @@ class VerifiedSnp(NamedTuple):
     product: Product
     tcb: Tcb
     revocation_checked: bool
-    kind: Literal["snp"] = "snp"
 
     @property
     def report_data(self) -> bytes:

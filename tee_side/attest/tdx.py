@@ -19,7 +19,7 @@ import json
 import re
 from datetime import datetime
 from importlib import import_module
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from protocol.errors import EvidenceError, SettingsError
 
@@ -41,7 +41,6 @@ class VerifiedTdx(NamedTuple):
     report_data: bytes
     config_id: bytes
     status: str
-    kind: Literal["tdx"] = "tdx"
 
 
 def verify_tdx(quote: bytes, collateral: bytes, now: datetime) -> VerifiedTdx:

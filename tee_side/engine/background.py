@@ -85,40 +85,26 @@ class WaitingQueue(Generic[R]):
 
     def full(self) -> QueueFullError:
         """Return the error of a request that finds no place."""
-        where = "waiting requests (--max-waiting)"
-        return QueueFullError(where, f"{len(self)}", f"< {self.limit}")
+        return QueueFullError("waiting requests (--max-waiting)", f"{len(self)}", f"< {self.limit}")
 
     def first(self) -> R | None:
         """Return whose turn it is, or None."""
         if not self._queues:
             return None
-        return self._queues[self._least()][0]
-
-    def pop(self) -> R:
-        """Take the one whose turn it is."""
-        owner = self._least()
-        request = self._queues[owner].popleft()
-        self._forget_empty(owner)
-        return request
+        return self._queues[min(self._queues, key=self._served.__getitem__)][0]
 
     def remove(self, owner: str, request: R) -> None:
-        """Forget a request, if it is still here."""
-        queue = self._queues.get(owner)
-        if queue is not None and request in queue:
-            queue.remove(request)
-            self._forget_empty(owner)
+        """Take a request out, if it is still here."""
+        queue = self._queues.get(owner, ())
+        if request in queue:
+            self._queues[owner].remove(request)
+            if not queue:
+                del self._queues[owner]
+                self._last = owner
 
     def serve(self, owner: str, tokens: int) -> None:
         """Count tokens that were computed for an owner."""
         self._served[owner] = self._served.get(owner, 0) + tokens
-
-    def _least(self) -> str:
-        return min(self._queues, key=lambda owner: self._served[owner])
-
-    def _forget_empty(self, owner: str) -> None:
-        if not self._queues[owner]:
-            del self._queues[owner]
-            self._last = owner
 
 
 @dataclass(kw_only=True)
@@ -173,7 +159,6 @@ class BackgroundEngine:
         self._prefixes = engine.prefixes
         self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
-        self._tell_load: TellLoad = _unheard
         # Sequences that cannot go on, and why: their requests end with the step.
         self._refused: list[tuple[Sequence, TsqpError]] = []
         # Guards the queue and the tickets; the engine's own state is its thread's.
@@ -255,8 +240,7 @@ class BackgroundEngine:
         except BaseException as error:  # noqa: BLE001 - a mistake of ours: its text may quote a prompt
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
-            fields = {"error": type(error).__name__, "at": place}
-            log.error("engine_died", extra={"fields": fields})
+            log.error("engine_died", extra={"fields": {"error": type(error).__name__, "at": place}})
             with self._changed:
                 self._died = True
             self._become("failed")
@@ -283,8 +267,7 @@ class BackgroundEngine:
         self._hand_out()
 
     def _has_work(self) -> bool:
-        under_way = self._engine.running or len(self._waiting)
-        return bool(self._closing or self._cancelled or under_way)
+        return bool(self._closing or self._cancelled or self._engine.running or self._waiting)
 
     def _probe(self) -> bool:
         """Say whether a token can be made: by making one, which belongs to nobody."""
@@ -327,7 +310,7 @@ class BackgroundEngine:
                         break
                     self._end(ticket, error)
                 else:
-                    self._waiting.pop()
+                    self._waiting.remove(request.owner, request)
                     self._waiting.serve(request.owner, len(request.prompt_ids))
 
     def _drop_cancelled(self) -> None:

@@ -7,37 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# One token is found nearly everywhere, and rarely followed by the same.
-_SHORTEST = 2
+# Of the runs. One token is found nearly everywhere, and rarely followed by the same.
+_LENGTHS = (3, 2)
 
 
 class Drafts:
-    """The tokens of one sequence, and where each run of `longest`, ..., 2 tokens was seen last.
+    """The tokens of one sequence, and where each run of 3 and of 2 tokens was seen last.
 
-    `tokens`: the most that a draft has. A token takes the same time however long the text is.
+    A token takes the same time however long the text is.
     """
 
-    def __init__(self, ids: Iterable[int], *, tokens: int = 4, longest: int = 3) -> None:
-        self._tokens = tokens
+    def __init__(self, ids: Iterable[int]) -> None:
         self._ids: list[int] = []
         # By length: a run to the position that follows it; never the run that ends the text, which
         # nothing follows yet.
-        self._after: dict[int, dict[tuple[int, ...], int]] = {
-            length: {} for length in range(longest, _SHORTEST - 1, -1)
-        }
+        self._after: dict[int, dict[tuple[int, ...], int]] = {length: {} for length in _LENGTHS}
         # Read when a draft is wanted first: of a long prompt it takes a while.
         self._unread = list(ids)
 
     def append(self, token_id: int) -> None:
         """Take the next token of the sequence."""
         self._unread.append(token_id)
-
-    def _read(self, token_id: int) -> None:
-        end = len(self._ids)
-        for length, after in self._after.items():
-            if length <= end:
-                after[tuple(self._ids[-length:])] = end
-        self._ids.append(token_id)
 
     def propose(self, most: int) -> list[int]:
         """Return up to `most` tokens: those behind the latest earlier end of the longest run.
@@ -46,12 +36,15 @@ class Drafts:
         with a period shorter than a draft is drafted to its full length. Empty where nothing fits.
         """
         for token_id in self._unread:
-            self._read(token_id)
+            end = len(self._ids)
+            for length, after in self._after.items():
+                if length <= end:
+                    after[tuple(self._ids[-length:])] = end
+            self._ids.append(token_id)
         self._unread.clear()
-        count = min(most, self._tokens)
         for length, after in self._after.items():
             at = after.get(tuple(self._ids[-length:]))
             if at is not None:
                 period = self._ids[at:]
-                return [period[i % len(period)] for i in range(count)]
+                return [period[i % len(period)] for i in range(most)]
         return []

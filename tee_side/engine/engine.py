@@ -12,7 +12,7 @@ from collections import abc
 from collections.abc import Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,9 +46,6 @@ DEFAULT_STEP_TOKENS = 512
 # every token, and for nothing after so many.
 _MOST_LOSSES = 5
 _REMEMBERED_TOKENS = 16
-
-# What a step gave one sequence: logits [N, V] and hidden states [R, D].
-_Given: TypeAlias = tuple[Rows, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +175,7 @@ class Engine:
         """
         self.check(request)
         self._remove_finished()
-        running = sum(sequence.cache.nbytes for sequence in self._running)
-        left = self.max_kv_bytes - running
+        left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
         needed = self._require_kv(request, left)
         if self.settings.prefix_reuse:
             self.prefixes.make_room(needed + self.prefixes.nbytes - left)
@@ -205,8 +201,9 @@ class Engine:
         config, prompt = self._model.config, len(request.prompt_ids)
         sampling = settings_of_sample(request.sampling, sample)
         matcher = None if request.grammar is None else request.grammar.copy()
-        stop = request.stop
-        watch = TextStream(self.tokenizer, stop) if self.tokenizer and stop else None
+        watch = (
+            TextStream(self.tokenizer, request.stop) if self.tokenizer and request.stop else None
+        )
         guesses = self.settings.speculative_tokens and request.max_new_tokens
         return Sequence(
             request,
@@ -218,15 +215,14 @@ class Engine:
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
             watch,
-            _drafts(request, guesses) if guesses else None,
+            _drafts(request) if guesses else None,
             _reader(request) if _reads(request) and not sample else None,
         )
 
     def _capacity(self, request: Request) -> int:
         prompt = len(request.prompt_ids)
-        new_tokens = min(request.max_new_tokens, self.context - prompt)
         # The last token is never fed back, so it needs no place in the cache.
-        return prompt + max(0, new_tokens - 1)
+        return prompt + max(0, min(request.max_new_tokens, self.context - prompt) - 1)
 
     def _require_kv(self, request: Request, left: int) -> int:
         """Return how many bytes a request's caches have; LimitError if they are more than `left`.
@@ -391,17 +387,19 @@ class Engine:
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
 
 
-def _given(rows: abc.Sequence[Rows], result: PartResult) -> Iterator[_Given]:
-    """Cut what came of a part into what came of each sequence."""
+def _given(
+    rows: abc.Sequence[Rows], result: PartResult
+) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
+    """Cut what came of a part into the logits [N, V] and hidden states [R, D] of each sequence."""
     logits = result.logits_NV.split([one.outputs for one in rows])
     hidden = result.hidden_RD.split([len(one.read) for one in rows])
     return zip(rows, logits, hidden, strict=True)
 
 
-def _drafts(request: Request, tokens: int) -> Drafts:
+def _drafts(request: Request) -> Drafts:
     from tee_side.engine.drafts import Drafts
 
-    return Drafts(request.prompt_ids, tokens=tokens)
+    return Drafts(request.prompt_ids)
 
 
 def _reader(request: Request) -> PromptReader:

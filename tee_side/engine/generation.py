@@ -77,9 +77,11 @@ class PadTotals(_Report):
         """Return what pads did between two moments; None for a policy that needs none."""
         if now.pads_ready is None:
             return None
-        waited = now.pads_waited - before.pads_waited
-        in_tee = now.pads_in_tee - before.pads_in_tee
-        return cls(available=now.pads_ready, waited=waited, in_tee=in_tee)
+        return cls(
+            available=now.pads_ready,
+            waited=now.pads_waited - before.pads_waited,
+            in_tee=now.pads_in_tee - before.pads_in_tee,
+        )
 
 
 class GenerationResult(_Report):
@@ -144,12 +146,11 @@ class Generation:
 
     def stop(self) -> None:
         """End after the tokens so far, as a stop string does."""
-        self._sequence.stop()
+        self._sequence.finish_reason = "stop"
 
     def text_stream(self) -> TextStream | None:
         """Return what turns the tokens of `steps` into text; None without a tokenizer."""
-        stop = self._sequence.request.stop
-        return TextStream(self._tokenizer, stop) if self._tokenizer else None
+        return TextStream(self._tokenizer, self._sequence.request.stop) if self._tokenizer else None
 
     @property
     def token_ids(self) -> list[int]:

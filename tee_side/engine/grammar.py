@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -109,15 +110,15 @@ class GrammarCompiler:
             ) from None
 
 
+@dataclass(frozen=True, eq=False)
 class GrammarMatcher:
     """Where a text is in its grammar: that of a request at the beginning, of which samples copy it.
 
     `hide` and `advance` raise PromptError where the text so far makes the next mask too costly.
     """
 
-    def __init__(self, matcher: LLMatcher, where: str) -> None:
-        self._matcher = matcher
-        self._where = where
+    _matcher: LLMatcher
+    _where: str
 
     def copy(self) -> GrammarMatcher:
         """Return another one at the same place."""

@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 _CPU_SECONDS = 2
 _BYTES = 1 << 30
 
-# Of the library's: defaults would let one grammar take 1.5 s for its first mask, 0.5 s for each
-# later one, and 500 MB.
-_INITIAL_FUEL = 300_000
-_STEP_FUEL = 100_000
-_LEXER_STATES = 20_000
-_SYMBOLS = 100_000
-
 
 def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Return a grammar at its beginning, its first mask computed; `is_error` where it is refused.
@@ -33,11 +26,13 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    # Defaults would let one grammar take 1.5 s for its first mask, 0.5 s for each later one, and
+    # 500 MB.
     limits = LLParserLimits(
-        initial_lexer_fuel=_INITIAL_FUEL,
-        step_lexer_fuel=_STEP_FUEL,
-        max_lexer_states=_LEXER_STATES,
-        max_grammar_size=_SYMBOLS,
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
         verbose_errors=False,
     )
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

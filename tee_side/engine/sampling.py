@@ -43,8 +43,7 @@ class Sampler:
             torch.tensor(list(settings.logit_bias), dtype=torch.int64),
             torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32),
         )
-        factor, *taken = _penalties(settings)
-        self._seen = _Seen(prompt_tokens) if factor != 1.0 or any(taken) else None
+        self._seen = None if _penalties(settings) == (1.0, 0.0, 0.0) else _Seen(prompt_tokens)
         self._words_V = np.empty(0, dtype=np.uint32)
         self._generator = torch.Generator()
         seed = settings.seed if settings.seed is not None else secrets.randbits(63)

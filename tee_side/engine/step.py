@@ -105,10 +105,6 @@ class Sequence:
             if self.watch.found:
                 self.finish_reason = "stop"
 
-    def stop(self) -> None:
-        """Finish now."""
-        self.finish_reason = "stop"
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -218,8 +214,7 @@ class _PadBudget:
         return all(pads.plenty(self._planned[m] + rows) for m, pads in self._found("decode"))
 
     def _found(self, phase: Phase) -> list[tuple[Mask, Pads]]:
-        masks = self._lane.tables[phase].masks
-        return [(mask, self._lane.pads[mask].source) for mask in masks]
+        return [(mask, self._lane.pads[mask].source) for mask in self._lane.tables[phase].masks]
 
     def _withhold(self, without: Iterable[Pads]) -> bool:
         for pads in without:

@@ -81,8 +81,7 @@ class Tokenizer:
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = found.ids
-        return ids
+        return list(found.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens.
@@ -90,8 +89,7 @@ class Tokenizer:
         Raises ModelError where the tokenizer fails on them.
         """
         with _library_errors(self._path, quoted=False):
-            text: str = self._raw.decode(list(token_ids), skip_special_tokens=True)
-        return text
+            return str(self._raw.decode(list(token_ids), skip_special_tokens=True))
 
     def to_json(self) -> str:
         """Return what `tokenizer.json` says, as the library has read it."""

@@ -212,9 +212,6 @@ Placements: TypeAlias = Annotated[
     tuple[Placement, ...], Field(min_length=1), BeforeValidator(_placements)
 ]
 
-# Of those in a policy, services know `Arithmetic` alone.
-PolicyArithmetic: TypeAlias = Literal["float", "int8", "int8-dynamic"]
-
 
 class ServiceTerms(BaseModel):
     """What every service must prove, by which evidence; see `tee_side.remote.attested`."""
@@ -241,7 +238,8 @@ class Policy(BaseModel):
     name: Annotated[str, Field(pattern=f"^{_NAME}$")]
     summary: Annotated[str, Field(max_length=200)]
     one_rpc_per_module: bool = False
-    arithmetic: PolicyArithmetic = "float"
+    # Of these, services know `Arithmetic` alone.
+    arithmetic: Literal["float", "int8", "int8-dynamic"] = "float"
     prefill: Literal["always", "stock"] = "always"
     decode_share: Annotated[float, Field(ge=0, le=1)] | None = None
     service: ServiceTerms = ServiceTerms(attested="none")
@@ -501,8 +499,7 @@ class Policy(BaseModel):
 
 def builtin_policies() -> list[str]:
     """Return the names of the policies that ship with us."""
-    names = (Path(entry.name) for entry in _BUILTIN.iterdir())
-    return sorted(name.stem for name in names if name.suffix == _SUFFIX)
+    return sorted(Path(e.name).stem for e in _BUILTIN.iterdir() if e.name.endswith(_SUFFIX))
 
 
 def policy_names() -> list[str]:

@@ -30,12 +30,12 @@ from tee_side.engine.request import (
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 
+@dataclass(frozen=True)
 class TokenNames:
     """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, str]] = {}
+    _tokenizer: Tokenizer
+    _known: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def of(self, token_id: int) -> tuple[str, str]:
         r"""Return a token's name, and its bytes as a list, or null for an id without a token.
@@ -92,10 +92,11 @@ class OfferedModel:
     system_fingerprint: str
     created: int
     pooling: Pooling = "last"
-    names: TokenNames = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", TokenNames(self.tokenizer))
+    @cached_property
+    def names(self) -> TokenNames:
+        """Names of its tokens."""
+        return TokenNames(self.tokenizer)
 
 
 def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
@@ -210,13 +211,14 @@ class _Choice:
     """
 
     def __init__(self, index: int, model: OfferedModel, request: Request, offset: int) -> None:
-        ends = model.config.eos_token_ids
         self.index = index
         self.offset = offset
         self._shown = TextStream(model.tokenizer, request.stop)
         # Nothing is held back in this one.
         self._whole = TextStream(model.tokenizer) if request.stop else None
-        self._stop_ids = ends if request.stop_ids is None else request.stop_ids
+        self._stop_ids = (
+            model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
+        )
         self.finish: FinishReason | None = None
         self.written: list[str] = []
         self.entries: list[Entry] = []
@@ -301,8 +303,7 @@ class WholeAnswer:
         if request.logprobs is not None and request.prompt_logprobs is not None:
             ids = request.prompt_ids
             places = offsets(self._model.tokenizer, ids)
-            found = (None, *read.logprobs)
-            rows = zip(ids, found, places, strict=True)
+            rows = zip(ids, (None, *read.logprobs), places, strict=True)
             entries = [form.entry(names, *row) for row in rows]
         for choice in self._choices[prompt]:
             yield self._write(choice, self._echo[prompt], entries, None)
@@ -377,8 +378,7 @@ class EmbeddingAnswer:
                 written = f'"{base64.b64encode(content).decode()}"'
             else:
                 written = json.dumps(unit_D.tolist(), separators=(",", ":"))
-            item = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
-            self._found[prompt] = item
+            self._found[prompt] = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
         return ""
 
     def finish(self, counts: TokenCounts) -> str:

@@ -40,7 +40,6 @@ log = logging.getLogger("tee_side")
 
 # The event loop reads bodies, 1 MiB in a fifth of a second. Ids take 8 bytes a token, and text that
 # is escaped to ASCII up to 12 bytes a character.
-_MIN_BODY_BYTES = 2**20
 _BODY_BYTES_PER_TOKEN = 32
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _SSE: _Responses = {200: {"content": {"text/event-stream": {}}}}
@@ -129,7 +128,7 @@ def create_app(
     serving: Serving,
     *,
     allow_origins: Sequence[str] = (),
-    min_body_bytes: int = _MIN_BODY_BYTES,
+    min_body_bytes: int = 2**20,
 ) -> FastAPI:
     """Return the application. `allow_origins`: of web pages that may use it ("*" for all).
 
@@ -221,10 +220,14 @@ def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         ids = encode_text(model, body.prompt, "body.prompt", special=special)
     else:
         add = body.add_generation_prompt is not False
-        ids = list(encode_chat(model, body.messages or [], add_generation_prompt=add))
+        ids = encode_chat(model, body.messages or [], add_generation_prompt=add)
     strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
-    answer = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
-    return answer | {"token_strs": strings}
+    return {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": model.max_model_len,
+        "token_strs": strings,
+    }
 
 
 def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:

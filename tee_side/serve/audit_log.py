@@ -25,10 +25,10 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import msgpack
 from cryptography.exceptions import InvalidTag
@@ -55,7 +55,7 @@ class AuditLogError(InputError):
     """An audit log that cannot be opened, is in use, is none, or was changed."""
 
 
-class AuditLog:
+class AuditLog(AbstractContextManager["AuditLog"]):
     """Writes a log, of one thread; a new file, or behind what there is.
 
     `clock`: monotonic seconds, for `sync`. `utc`: the time of a record. `errors`: how often the
@@ -71,8 +71,9 @@ class AuditLog:
         utc: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._clock, self._utc = clock, utc
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with _refusing(path), ExitStack() as stack:
-            self._file = stack.enter_context(_opened(path))
+            self._file = stack.enter_context(os.fdopen(os.open(path, flags, SECRET_MODE), "r+b"))
             _lock(self._file, path)
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
@@ -90,9 +91,6 @@ class AuditLog:
         self._cipher, self._nonce = _cipher(key, self._salt), 0
         if reader.torn_bytes:
             self.record("torn", bytes=reader.torn_bytes)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -248,12 +246,6 @@ def _refusing(path: Path) -> Iterator[None]:
     except OSError as error:
         got = error.strerror or type(error).__name__
         raise AuditLogError(str(path), got=got, expected="an audit log") from None
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Open a log to write; it is made where there is none. Raises OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, SECRET_MODE), "r+b")
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

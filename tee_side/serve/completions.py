@@ -92,11 +92,11 @@ def encode_text(model: OfferedModel, text: str, param: str, *, special: bool) ->
 
 def encode_chat(
     model: OfferedModel, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
-) -> tuple[int, ...]:
+) -> list[int]:
     """Return the ids of a conversation. Raises ApiError."""
     turns = [_turn(message, f"body.messages.{at}") for at, message in enumerate(messages)]
     try:
-        ids = model.tokenizer.apply_chat_template(
+        return model.tokenizer.apply_chat_template(
             turns, add_generation_prompt=add_generation_prompt
         )
     except ModelError:
@@ -109,7 +109,6 @@ def encode_chat(
         ) from None
     except TsqpError as error:
         raise of_engine(error, "body.messages") from None
-    return tuple(ids)
 
 
 def _turn(message: ChatMessage, param: str) -> dict[str, str]:
@@ -196,11 +195,10 @@ def check_fields(body: Generating) -> None:
         "one grammar (response_format, structured_outputs or guided_*)",
     )
     form = body.response_format
-    expected = "a value with type json_schema, and none else"
     require(
         form is None or (form.type == "json_schema") == (form.json_schema is not None),
         "body.response_format.json_schema",
-        expected,
+        "a value with type json_schema, and none else",
     )
 
 
@@ -226,9 +224,8 @@ def exchange(
     rooms = [require_room(model, ids, param, for_new=max_tokens) for ids in prompts]
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling, grammar = _sampling(model, body), _grammar(serving, caller.owner, body)
-    of_prompt = logprobs
-    if not max_tokens and of_prompt is None:
-        of_prompt = 0  # so that the prompt is read at all
+    # Where nothing is made, 0 has the prompt read at all.
+    of_prompt = 0 if logprobs is None and not max_tokens else logprobs
     requests = [
         Request(
             prompt_ids=ids,
@@ -371,7 +368,7 @@ def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> E
         caller,
         ChatForm(),
         body,
-        prompts=[ids],
+        prompts=[tuple(ids)],
         param="body.messages",
         max_tokens=model.default_max_tokens if limit is None else limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

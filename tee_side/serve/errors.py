@@ -88,13 +88,12 @@ class ApiError(HTTPException):
 
     def response(self) -> Response:
         """Return the answer."""
-        kind = "application/json"
-        return Response(self.body, self.status_code, self.headers, media_type=kind)
+        return Response(self.body, self.status_code, self.headers, "application/json")
 
 
-def wrong(param: str, expected: str, code: str | None = None) -> ApiError:
+def wrong(param: str, expected: str) -> ApiError:
     """Return the error of a field that is not as it should be."""
-    return ApiError(400, f"{param}: expected {expected}", param=param, code=code)
+    return ApiError(400, f"{param}: expected {expected}", param=param)
 
 
 def require(holds: object, param: str, expected: str) -> None:
@@ -105,8 +104,7 @@ def require(holds: object, param: str, expected: str) -> None:
 
 def loading() -> ApiError:
     """Return the error of a server whose model is not there yet."""
-    message, code = "the model is being loaded", "starting"
-    return ApiError(503, message, code=code, headers={"retry-after": "5"})
+    return ApiError(503, "the model is being loaded", code="starting", headers={"retry-after": "5"})
 
 
 def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
@@ -114,19 +112,18 @@ def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
 
     Where it happened, and the other party's part in it, are left out: they are the operator's.
     """
+    said = f"got {error.got}, expected {error.expected}"
     if isinstance(error, LimitError):
         headers: dict[str, str] = dict(getattr(error, "headers", {}))
-        message = f"got {error.got}, expected {error.expected}"
         if not error.retryable:
-            return ApiError(400, message, param=param, code="limit_exceeded", headers=headers)
+            return ApiError(400, said, param=param, code="limit_exceeded", headers=headers)
         # A limit of the client's own, or a queue that is full.
         status = 429 if headers else 503
-        message = message if headers else "there is no room for this now: try again later"
+        message = said if headers else "there is no room for this now: try again later"
         code = "rate_limit_exceeded" if headers else "overloaded"
         return ApiError(status, message, code=code, headers={"retry-after": "1"} | headers)
     if isinstance(error, PromptError):
-        message = f"got {error.got}, expected {error.expected}"
-        return ApiError(400, message, param=param, code="invalid_prompt")
+        return ApiError(400, said, param=param, code="invalid_prompt")
     if isinstance(error, EngineError):
         return ApiError(503, "the engine has ended", code="failed")
     message = f"the model could not compute this: {type(error).__name__}"
@@ -154,12 +151,9 @@ def _path(fault: Mapping[str, Any]) -> list[str | int]:
     body, *parts = fault["loc"]
     if fault["type"] == "json_invalid":
         return [body]
+    unknown = [str(parts.pop())] if fault["type"] == "extra_forbidden" else []
     path = [part for part in parts if isinstance(part, int) or part in FIELD_NAMES]
-    if fault["type"] == "extra_forbidden":
-        name = str(parts[-1])
-        path = [part for part in parts[:-1] if isinstance(part, int) or part in FIELD_NAMES]
-        path += [name] if _FIELD_NAME.fullmatch(name) else []
-    return [body, *path]
+    return [body, *path, *filter(_FIELD_NAME.fullmatch, unknown)]
 
 
 def _expected(fault: Mapping[str, Any]) -> str:

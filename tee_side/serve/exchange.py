@@ -39,12 +39,12 @@ def anyone(_request: HttpRequest) -> str:
     return ""
 
 
+@dataclass
 class Compiling:
     """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.turns = asyncio.Semaphore(2)
+    count: int = 0
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ class EngineResponse(Response):
             try:
                 serving.engine.check(request)
             except TsqpError as error:
-                param = "body.n" if error.where == "samples" else None
-                raise of_engine(error, param) from None
+                raise of_engine(error, "body.n" if error.where == "samples" else None) from None
         self._serving, self._watched = serving, caller
         self._requests, self._answer = requests, answer
         self.receipt: AnswerReceipt | None = None
@@ -153,7 +152,12 @@ class EngineResponse(Response):
             self._submit()
             outcome = "stop"
             while self._open or self._arrived or self._left_to_do:
-                await self._wait()
+                if self._open or self._arrived:
+                    await self._news.wait()
+                else:
+                    # No news can come: this waits for a place in the queue.
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._left.wait(), _RETRY_S)
                 arrived = await self._due()
                 if self._left.is_set():
                     return
@@ -196,27 +200,15 @@ class EngineResponse(Response):
         """Say whether a prompt that finds no place now may wait: others of its request had one."""
         return bool(self._begun or self._open)
 
-    async def _wait(self) -> None:
-        """Wait for news; where none can come, for a place in the queue."""
-        if self._open or self._arrived:
-            await self._news.wait()
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), _RETRY_S)
-
     def _deliver(self, prompt: int, delivery: Delivery) -> None:
-        self._arrived += [(prompt, one) for one in self._paced(delivery)]
+        parts = [delivery]
+        if self._tempo_s and len(delivery.tokens) > 1:
+            # One for each token, where they are sent on a clock of their own.
+            parts = [Delivery((token,)) for token in delivery.tokens]
+            parts[0] = replace(parts[0], prompt=delivery.prompt)
+            parts[-1] = replace(parts[-1], error=delivery.error, ended=delivery.ended)
+        self._arrived += [(prompt, part) for part in parts]
         self._news.set()
-
-    def _paced(self, delivery: Delivery) -> list[Delivery]:
-        """Return a delivery for each token, where they are sent on a clock of their own."""
-        tokens = delivery.tokens
-        if not self._tempo_s or len(tokens) < 2:
-            return [delivery]
-        parts = [Delivery((token,)) for token in tokens]
-        parts[0] = replace(parts[0], prompt=delivery.prompt)
-        parts[-1] = replace(parts[-1], error=delivery.error, ended=delivery.ended)
-        return parts
 
     async def _due(self) -> list[tuple[int, Delivery]]:
         """Return what is to be sent now: all that has arrived, or a tick's token of each choice."""

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -143,10 +142,6 @@ class Attestation:
         self._left, self._since_s = float(_AT_ONCE), clock()
         self._turn, self._waiting = asyncio.Lock(), 0
 
-    def route(self) -> APIRoute:
-        """Return the path."""
-        return APIRoute("/v1/attestation", self.answer, methods=["GET"], response_model=None)
-
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError."""
         nonce = request.query_params.get("nonce", "")
@@ -157,7 +152,13 @@ class Attestation:
                 param="query.nonce",
                 code="invalid_nonce",
             )
-        self._take()
+        now_s = self._clock()
+        self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
+        self._since_s = now_s
+        if self._left < 1 or self._waiting >= _MOST_WAITING:
+            again = {"retry-after": "1"}
+            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
+        self._left -= 1
         self._waiting += 1
         try:
             async with self._turn:
@@ -168,15 +169,6 @@ class Attestation:
             self._waiting -= 1
         fields = {name: b64encode(value).decode() for name, value in stated.model_dump().items()}
         return JSONResponse(fields, headers={"cache-control": "no-store"})
-
-    def _take(self) -> None:
-        now_s = self._clock()
-        self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
-        self._since_s = now_s
-        if self._left < 1 or self._waiting >= _MOST_WAITING:
-            again = {"retry-after": "1"}
-            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
-        self._left -= 1
 
 
 class ReceiptChain:
@@ -197,8 +189,13 @@ class ReceiptChain:
 
     def sign(self, **said: object) -> bytes:
         """Return the next receipt, signed. `said`: the fields that this chain does not know."""
-        known = {"sequence": self._sequence, "previous": self._previous, "time": int(self._clock())}
-        known |= {"model": self._model, "policy": self._policy}
+        known = {
+            "sequence": self._sequence,
+            "previous": self._previous,
+            "time": int(self._clock()),
+            "model": self._model,
+            "policy": self._policy,
+        }
         packed = Receipt.model_validate(known | said).encode()
         signed = packed + self._key.sign(RECEIPT_DOMAIN + packed)
         self._sequence, self._previous = self._sequence + 1, hashlib.sha256(signed).digest()

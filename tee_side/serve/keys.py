@@ -172,6 +172,9 @@ def _key(name: str, fields: Any, where: str) -> ApiKey:
         ) from None
 
 
+# Of an owner without a key, or whose key was removed.
+_UNLIMITED = ApiKey(name="", sha256="0" * 64)
+
 # Nothing says when another request of the key ends.
 _RETRY_CONCURRENT_S = 1.0
 
@@ -242,40 +245,35 @@ class Limits:
 
     def precheck(self, owner: str) -> None:
         """Raise RateLimitError where not even a request of one token would be let in."""
-        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
-        if limits is not None:
-            self._check(owner, state, limits, tokens=1, max_tokens=0)
+        self._check(owner, *self._found(owner), tokens=1, max_tokens=0)
 
     def begin(self, owner: str, prompt_tokens: int, max_tokens: int) -> Admission:
         """Let a request in, or raise RateLimitError; then it has taken nothing.
 
         `max_tokens`: what it may answer, all samples together.
         """
-        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
+        state, limits = self._found(owner)
         tokens = prompt_tokens + max_tokens
-        held = Admission(state)
-        if limits is not None:
-            self._check(owner, state, limits, tokens, max_tokens)
-            costs = {"requests": 1, "tokens": tokens}
-            for what, _, budget in _budgets(state, limits):
-                budget.spent += costs[what]
-            held.reserved = None if limits.tokens_per_minute is None else tokens
+        self._check(owner, state, limits, tokens, max_tokens)
+        costs = {"requests": 1, "tokens": tokens}
+        for what, _, budget in _budgets(state, limits):
+            budget.spent += costs[what]
         state.running += 1
-        return held
+        return Admission(state, None if limits.tokens_per_minute is None else tokens)
 
     def headers(self, owner: str) -> dict[str, str]:
         """Return `x-ratelimit-*` of the limits that a key has, as OpenAI names them."""
-        state, limits = self._states.setdefault(owner, _State()), self._limits_of(owner)
-        if limits is None:
-            return {}
         found: dict[str, str] = {}
-        for what, size, budget in _budgets(state, limits):
+        for what, size, budget in _budgets(*self._found(owner)):
             left = budget.left(size, self._clock())
             reset_s = math.ceil((size - left) * 60_000 / size) / 1000
             found[f"x-ratelimit-limit-{what}"] = str(size)
             found[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(left)))
             found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.15g}s"
         return found
+
+    def _found(self, owner: str) -> tuple[_State, ApiKey]:
+        return self._states.setdefault(owner, _State()), self._limits_of(owner) or _UNLIMITED
 
     def _check(
         self, owner: str, state: _State, limits: ApiKey, tokens: int, max_tokens: int
@@ -305,12 +303,12 @@ class Limits:
                 raise refuse(f"{what} a minute", f"no room for {costs[what]}", size, after_s)
 
 
+@dataclass(slots=True)
 class Admission:
     """One request that was let in. `reserved`: tokens; None: the key has no limit on them."""
 
-    def __init__(self, state: _State) -> None:
-        self._state: _State | None = state
-        self.reserved: int | None = None
+    _state: _State | None
+    reserved: int | None
 
     def end(self, used_tokens: int) -> None:
         """Give back what was not used; the second time does nothing."""

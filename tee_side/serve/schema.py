@@ -29,7 +29,6 @@ def _few_fields(value: object) -> object:
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | _List[str] | _List[Id] | _List[_List[Id]]
 _Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]
-_NoFields: TypeAlias = Annotated[dict[str, Any], Field(max_length=0)]
 _Name: TypeAlias = Annotated[str, Field(max_length=256)]
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
@@ -92,7 +91,7 @@ class _NotSupported(_Body):
     verbosity: None = None
     allowed_token_ids: None = None
     bad_words: _Empty | None = None
-    chat_template_kwargs: _NoFields | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     continue_final_message: Literal[False] | None = None
     detokenize: Literal[True] | None = None
     early_stopping: Literal[False] | None = None

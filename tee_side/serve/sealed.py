@@ -29,7 +29,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, Self, TypeAlias
 
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, hpke
@@ -177,11 +177,7 @@ class Direction:
 
 _MAX_HEADERS = 128
 
-Read = TypeVar("Read", bound="Head")
-
 Name: TypeAlias = Annotated[str, Field(strict=True, pattern=r"\A[!-9;-~]{1,64}\z")]
-
-RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
 
 
 class Head(BaseModel):
@@ -191,7 +187,7 @@ class Head(BaseModel):
 
     headers: dict[Name, Annotated[bytes, Field(strict=True)]]
 
-    def raw(self) -> RawHeaders:
+    def raw(self) -> list[tuple[bytes, bytes]]:
         """Return the headers as pairs."""
         return [(name.encode(), value) for name, value in self.headers.items()]
 
@@ -200,7 +196,7 @@ class Head(BaseModel):
         return pack(self.model_dump())
 
     @classmethod
-    def decode(cls: type[Read], chunk: bytes) -> Read:
+    def decode(cls, chunk: bytes) -> Self:
         """Read what the other side sent. Raises ProtocolError."""
         where = "sealed head"
         most = {"max_bytes": CHUNK_BYTES, "max_containers": _MAX_HEADERS}

@@ -66,7 +66,8 @@ class Sealing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http" or _content_type(scope) != CONTENT_TYPE:
+        kind = Headers(scope=scope).get("content-type", "") if scope["type"] == "http" else ""
+        if kind.partition(";")[0].strip().lower() != CONTENT_TYPE:
             await self._app(scope, receive, send)
             return
         opened = _OpenedRequest(receive)
@@ -197,10 +198,9 @@ class _Sealed:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _content_type(scope: Scope) -> str:
-    return Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
-
-
 def _unreadable() -> ApiError:
-    message = "the sealed body could not be opened: another key or path, or other bytes"
-    return ApiError(400, message, code="sealed_body")
+    return ApiError(
+        400,
+        "the sealed body could not be opened: another key or path, or other bytes",
+        code="sealed_body",
+    )

@@ -294,7 +294,8 @@ def _app(
 
     app.router.routes.append(Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False))
     if identity is not None:
-        app.router.routes.append(Attestation(identity).route())
+        answer = Attestation(identity).answer
+        app.add_api_route("/v1/attestation", answer, methods=["GET"], response_model=None)
     if feed is not None:
         from tsqp.page.feed import PageRequests, page_routes
 

@@ -187,7 +187,7 @@ _STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32))
 
 
 def test_all_else_is_refused_as_a_simulated_report() -> None:
-    assert verify_simulated(simulate(DATA, MEASUREMENT).report) == (MEASUREMENT, DATA, "simulated")
+    assert verify_simulated(simulate(DATA, MEASUREMENT).report) == (MEASUREMENT, DATA)
     places = range(0, len(REPORT), 5)
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
