@@ -174,7 +174,7 @@ def bench(
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
         from tsqp.lab.bench.timeline import perfetto_json
-    from tsqp.lab.charts import check_installed
+    from tsqp.lab.report import check_installed
 
     if html_path is not None:
         check_installed("tsqp bench --html")
@@ -211,7 +211,7 @@ def _settings(
 
     from protocol import native
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.job import BenchSettings, Plan
+    from tsqp.lab.bench.model import BenchSettings, Plan
 
     for name, kind in (
         ("device", "--device"),

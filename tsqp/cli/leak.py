@@ -21,9 +21,9 @@ from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
-    from tsqp.lab.charts import Picture
     from tsqp.lab.leak.attack_runner import LeakProgress, LeakSettings
     from tsqp.lab.leak.model import LeakReport
+    from tsqp.lab.report import Picture
 
 # From noise that a model survives.
 _SIGMAS = "0.3,1,4,8,16,32"
@@ -193,9 +193,9 @@ def leak(
     an attack that does not work where it must is no evidence, and says so.
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
-        from tsqp.lab.charts import check_installed
         from tsqp.lab.leak.page import cost_against_leakage, panels, render_html, show, svg
         from tsqp.lab.leak.tables import above
+        from tsqp.lab.report import check_installed
         from tsqp.tables import open_console
 
     if html_path is not None or plot_path is not None:

@@ -32,6 +32,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from pydantic import BaseModel
 
 from protocol.errors import TsqpError
@@ -76,6 +77,12 @@ def in_turns(work: Sequence[Callable[[], R]], rounds: int, warm_up: int = 0) -> 
     finally:
         gc.unfreeze()
     return rows
+
+
+def random_ids(vocab_size: int, tokens: int, *, seed: int, sequences: int = 1) -> torch.Tensor:
+    """Return random token ids, int64 [sequences, tokens]: what they say costs no time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (sequences, tokens), generator=generator)
 
 
 def describe_machine() -> dict[str, str | int]:

@@ -61,24 +61,6 @@ def tee_parts(
     }
 
 
-def service_bytes(
-    config: ModelConfig,
-    *,
-    device: str,
-    tokens: int,
-    itemsize: int = 2,
-    step_tokens: int = DEFAULT_STEP_TOKENS,
-) -> int:
-    """Return what a service holds in this machine's memory; only `cpu` keeps weights here."""
-    needed = PROCESS_BYTES + _temporary_bytes(config, min(step_tokens, tokens), tokens)
-    if device == "cpu":
-        elements = 2 * config.vocab_size * config.hidden_size
-        layouts = (config.row_layout(operator)[1] for operator in FUSED_MODULES)
-        elements += config.num_hidden_layers * sum(map(math.prod, layouts))
-        needed += elements * itemsize
-    return needed
-
-
 def kv_bytes(config: ModelConfig, *, tokens: int, sequences: int = 1, itemsize: int = 2) -> int:
     """Return the size of the KV cache of some sequences of so many tokens each."""
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -136,10 +118,25 @@ def check_memory(
 
     For sizes see `tee_parts`. Raises SettingsError with the parts of the policy that needs most.
     """
-    sizes = {"tokens": tokens, "itemsize": itemsize, "step_tokens": step_tokens}
-    each = (tee_parts(config, policy, sequences=sequences, **sizes) for policy in policies)
+    each = (
+        tee_parts(
+            config,
+            policy,
+            tokens=tokens,
+            sequences=sequences,
+            itemsize=itemsize,
+            step_tokens=step_tokens,
+        )
+        for policy in policies
+    )
     parts = max(each, key=lambda parts: sum(parts.values()))
-    parts["services"] = services * service_bytes(config, device=device, **sizes)
+    service = PROCESS_BYTES + _temporary_bytes(config, min(step_tokens, tokens), tokens)
+    if device == "cpu":  # the one that keeps weights in this machine's memory
+        elements = 2 * config.vocab_size * config.hidden_size
+        layouts = (config.row_layout(operator)[1] for operator in FUSED_MODULES)
+        elements += config.num_hidden_layers * sum(map(math.prod, layouts))
+        service += elements * itemsize
+    parts["services"] = services * service
     available, needed = _available_memory(), sum(parts.values())
     words = ", ".join(f"{name} {_amount(size)}" for name, size in parts.items() if size)
     expected = f"at least {_amount(needed)}: {words}"

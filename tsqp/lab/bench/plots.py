@@ -35,7 +35,7 @@ from tsqp.lab.bench.timeline import (
     resource,
     times_of,
 )
-from tsqp.lab.charts import (
+from tsqp.lab.report import (
     COLOURS,
     GREY,
     LIGHT,
@@ -43,12 +43,15 @@ from tsqp.lab.charts import (
     Picture,
     bars,
     drawing,
+    duration,
+    figures,
     legend,
     logarithmic,
     marks,
+    percent,
     picture,
+    size,
 )
-from tsqp.lab.report import duration, figures, percent, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -265,7 +268,17 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         used = {f"{span.stage}_us" for span in timeline.spans}
         legend(figure, [*_stage_legend(used), (_BETWEEN, LIGHT)])
         name = case_name(timeline.phase, timeline.tokens, timeline.batch)
-        return picture(figure, f"One step: {run.policy}, {name}", _timeline_caption(timeline))
+        busy = {
+            side: times_of(span for span in timeline.spans if resource(span) == side)
+            for side in RESOURCES
+        }
+        # What no lane's operator did: two lanes may lack one at the same time.
+        busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
+        length = length_us(timeline)
+        shares = {side: busy_us(times) / length for side, times in busy.items()}
+        words = ", ".join(f"{side} {percent(share)}" for side, share in shares.items() if share)
+        caption = f"Of {duration(length)}: {words}. What takes most is what to shorten first."
+        return picture(figure, f"One step: {run.policy}, {name}", caption)
 
 
 def _window(timeline: Timeline) -> tuple[str, float, float] | None:
@@ -338,16 +351,3 @@ def _pieces(times: Times, length_us: float) -> list[tuple[float, float]]:
         else:
             made.append((begin, stop - begin))
     return made
-
-
-def _timeline_caption(timeline: Timeline) -> str:
-    busy = {
-        name: times_of(span for span in timeline.spans if resource(span) == name)
-        for name in RESOURCES
-    }
-    # What no lane's operator did: two lanes may lack one at the same time.
-    busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
-    length = length_us(timeline)
-    shares = {name: busy_us(times) / length for name, times in busy.items()}
-    words = ", ".join(f"{name} {percent(share)}" for name, share in shares.items() if share)
-    return f"Of {duration(length)}: {words}. What takes most is what to shorten first."

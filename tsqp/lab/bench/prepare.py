@@ -40,10 +40,9 @@ from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.job import Measuring
-from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.bench.model import Measuring, PadMaking
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.measure import cpu_ns, in_fresh_process
+from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
 from tsqp.processes import start_service
 from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 
@@ -219,25 +218,20 @@ def _write_hollow(source: Path, target: Path) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
     (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
     if (source / CALIBRATION_FILE).exists():
-        save_calibration(_hollow_scales(config, source, target), target / CALIBRATION_FILE)
-
-
-def _hollow_scales(config: ModelConfig, source: Path, target: Path) -> Calibration:
-    """Return a model's scales for weights of zeros, whose own scale is 1."""
-    of = Checkpoint(source)
-    found = Calibration.load(
-        source / CALIBRATION_FILE, config, model_digest(config, of), linear_digest(config, of)
-    )
-    made = Checkpoint(target)
-    return replace(
-        found,
-        sites={
-            site: replace(scales, weight_scale=torch.ones_like(scales.weight_scale))
-            for site, scales in found.sites.items()
-        },
-        model_digest=model_digest(read_config(target), made),
-        linear_digest=linear_digest(config, made) or "",
-    )
+        digests = model_digest(config, checkpoint), linear_digest(config, checkpoint)
+        found = Calibration.load(source / CALIBRATION_FILE, config, *digests)
+        made = Checkpoint(target)
+        scales = replace(
+            found,
+            # Weights of zeros have the scale 1.
+            sites={
+                site: replace(one, weight_scale=torch.ones_like(one.weight_scale))
+                for site, one in found.sites.items()
+            },
+            model_digest=model_digest(read_config(target), made),
+            linear_digest=linear_digest(config, made) or "",
+        )
+        save_calibration(scales, target / CALIBRATION_FILE)
 
 
 def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -273,8 +267,7 @@ def _like(model: Path, made: Path, *without: str) -> Path:
 
 def _calibrate(directory: Path) -> None:
     config = read_config(directory)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, config.vocab_size, (1, _CALIBRATION_TOKENS), generator=generator)
+    ids = random_ids(config.vocab_size, _CALIBRATION_TOKENS, seed=1)
     made = calibrate_on(config, Checkpoint(directory), ids.tolist())
     save_calibration(made, directory / CALIBRATION_FILE)
 

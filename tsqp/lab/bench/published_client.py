@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,9 +39,8 @@ from protocol.errors import (
 )
 from protocol.prepared import Traffic
 from tsqp.lab.bench.model import Against, Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds, script, write_results
+from tsqp.lab.measure import elapsed_us, random_ids, rounds, script, write_results
 
-NAME = "published"
 _ONE_THREAD_ROWS = 16
 _WIRE_DTYPE = "torch.float32"
 
@@ -127,18 +126,15 @@ class PublishedClient:
         return _floats(response["output"], response["shape"])
 
 
-@dataclass
 class PublishedModel:
     """The trusted half of the forward pass, built from the Init reply; all in float32.
 
     Shapes: B sequences, T tokens, D hidden, H heads, C head dim, V vocabulary.
     """
 
-    client: PublishedClient
-    vocab_size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        init = self.client.call("Init", {})
+    def __init__(self, client: PublishedClient) -> None:
+        self.client = client
+        init = client.call("Init", {})
         sizes: dict[str, int] = init["config"]
         self._layers, self._head_dim = sizes["num_layers"], sizes["head_dim"]
         self._groups = sizes["num_heads"] // sizes["num_kv_heads"]
@@ -150,12 +146,13 @@ class PublishedModel:
             for name, norm in init["norm_weights"].items()
         }
         hidden = torch.zeros(1, 1, sizes["hidden_size"])
-        self.vocab_size = self.client.lm_head(hidden).shape[-1]
+        self.vocab_size = client.lm_head(hidden).shape[-1]
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits of the last token, float32 [B, 1, V]."""
         x_BTD = self.client.embedding(ids_BT)
-        cos_TC, sin_TC = self._rotary(ids_BT.shape[1])
+        angles_TC = torch.outer(torch.arange(ids_BT.shape[1]).float(), self._inv_freq).repeat(1, 2)
+        cos_TC, sin_TC = (x * self._attention_scaling for x in (angles_TC.cos(), angles_TC.sin()))
         for layer in range(self._layers):
             h_BTD = self._norm(f"layer_{layer}_input_layernorm", x_BTD)
             x_BTD = x_BTD + self._attention(layer, h_BTD, cos_TC, sin_TC)
@@ -170,11 +167,6 @@ class PublishedModel:
         weight, eps = self._norms[name]
         variance = x.pow(2).mean(-1, keepdim=True)
         return weight * (x * torch.rsqrt(variance + eps))
-
-    def _rotary(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inv_freq)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self._attention_scaling, angles.sin() * self._attention_scaling
 
     def _attention(
         self, layer: int, h_BTD: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor
@@ -223,7 +215,10 @@ def measure_forward(
 
     Runs it `repeats` times, or until `case_s` is over; at least once.
     """
-    before, ids = replace(model.client.traffic), _prompt(model, tokens)
+    before, ids = (
+        replace(model.client.traffic),
+        random_ids(model.vocab_size, tokens, seed=tokens),
+    )
     step_ms = Spread.of([_timed_ms(model, ids) for _ in rounds(repeats, case_s)])
     about = "REQ socket, inline schema, one RPC per module, no fused modules"
     return _baseline(model, before, about, tokens, 0, against, step_ms)
@@ -242,7 +237,8 @@ def measure_new_tokens(
     count = min(sampled, new_tokens)
     places = np.linspace(0, new_tokens - 1, count) if count > 1 else [(new_tokens - 1) / 2]
     run = lengths[np.round(places).astype(int)]
-    times_ms = [_timed_ms(model, _prompt(model, int(length))) for length in run]
+    prompts = (random_ids(model.vocab_size, length, seed=length) for length in run.tolist())
+    times_ms = [_timed_ms(model, ids) for ids in prompts]
     mean_ms = float(np.interp(lengths, run, times_ms).mean())
     step_ms = Spread.of(times_ms).model_copy(update={"median": mean_ms})
     about = (
@@ -264,7 +260,7 @@ def _baseline(
     """Put together a result; round trips and bytes are means of the passes since `before`."""
     now, passes = model.client.traffic, step_ms.runs
     return Baseline(
-        name=NAME,
+        name="published",
         description=description,
         phase="decode" if new_tokens else "prefill",
         tokens=tokens,
@@ -289,11 +285,6 @@ def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
         torch.set_num_threads(threads)
 
 
-def _prompt(model: PublishedModel, tokens: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(model.vocab_size, (1, tokens), generator=generator)
-
-
 @torch.inference_mode()
 def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
@@ -301,7 +292,7 @@ def measure_all(options: Any) -> list[Baseline]:
     lengths, against = options.tokens, options.against
     with closing(PublishedClient(options.endpoint, timeout_s=options.timeout_s)) as client:
         model = PublishedModel(client)
-        model.forward(_prompt(model, 1))  # warms up
+        model.forward(random_ids(model.vocab_size, 1, seed=1))  # warms up
         often = options.repeats, options.case_s
         found = [measure_forward(model, tokens, *often, against) for tokens in lengths]
         if options.new_tokens:

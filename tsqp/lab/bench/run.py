@@ -26,13 +26,15 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
 from tsqp.lab.bench.memory import check_disk, check_memory
 from tsqp.lab.bench.model import (
+    Answer,
     Baseline,
+    BenchSettings,
     Case,
     Finished,
     PingPong,
+    PolicyJob,
     PolicyRun,
     Report,
     RequestTimes,
@@ -91,8 +93,8 @@ class Bench:
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
         try:
-            with ExitStack() as closing:
-                self._run(closing)
+            with tempfile.TemporaryDirectory(prefix="tsqp-bench-") as folder:
+                self._run(Path(folder))
         except BaseException as error:
             self._incomplete = "; ".join([_reason(error), *self._missing()])
             raise
@@ -149,7 +151,13 @@ class Bench:
         Raises SettingsError, PolicyError, ModelError, EndpointError, FeatureKeyError.
         """
         settings, config, plan = self._settings, self._config, self._settings.plan
-        _check_names(self._all_policies)
+        places: dict[str, str] = {}
+        for place, policy in self._all_policies:
+            # The report could not tell two policies of one name apart.
+            got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
+            expected = "policies of different names"
+            SettingsError.unless(policy.name not in places, "--policy", got, expected)
+            places[policy.name] = place
         if settings.baselines:
             extra = "the extra bench (pip install '.[bench]'), or no baselines"
             require("transformers", "tsqp bench", extra)
@@ -162,7 +170,19 @@ class Bench:
         policies = [policy for _, policy in self._all_policies]
         for policy in policies:
             policy.check(config.num_hidden_layers)
-            self._check_endpoints(policy)
+            used = settings.endpoints[: policy.services]
+            SettingsError.unless(
+                not settings.endpoints or len(set(used)) == policy.services,
+                f"--gpu, for policy {policy.name}",
+                " and ".join(used),
+                f"{policy.services} services that do not collude",
+            )
+            check_links(
+                assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
+                [None] * len(used),
+                policy,
+                shares_in_the_clear=settings.shares_in_the_clear,
+            )
             self._check_feature_mask(policy)
         plan.check(config.context_length, settings.step_tokens)
         check_memory(
@@ -186,23 +206,6 @@ class Bench:
             weights += prepare.required_bytes(config, linear=False)
         check_disk(max(banks) + weights)
 
-    def _check_endpoints(self, policy: Policy) -> None:
-        settings = self._settings
-        given = settings.endpoints
-        used = given[: policy.services]
-        SettingsError.unless(
-            not given or len(set(used)) == policy.services,
-            f"--gpu, for policy {policy.name}",
-            " and ".join(used),
-            f"{policy.services} services that do not collude",
-        )
-        check_links(
-            assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
-            [None] * len(used),
-            policy,
-            shares_in_the_clear=settings.shares_in_the_clear,
-        )
-
     def _check_feature_mask(self, policy: Policy) -> None:
         settings, mask = self._settings, policy.feature_mask
         if mask is None:
@@ -220,8 +223,7 @@ class Bench:
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
-            tensors = linear_tensors(served_config)
-            Checkpoint(settings.server_model).require(tensors)
+            Checkpoint(settings.server_model).require(linear_tensors(served_config))
             ModelError.unless(
                 served_config.num_hidden_layers == self._config.num_hidden_layers,
                 str(settings.server_model),
@@ -242,9 +244,8 @@ class Bench:
 
     # --------------------------------------------------------------------------------- the run
 
-    def _run(self, closing: ExitStack) -> None:
+    def _run(self, folder: Path) -> None:
         settings = self._settings
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-bench-")))
         given = settings.model
         if given is None:
             self._say(f"making random weights of {self._shape.name}")
@@ -386,16 +387,6 @@ def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int |
         gpu_peak_bytes=gpu_peak_bytes,
         **dict(next(iter(of(Finished)), Finished())),
     )
-
-
-def _check_names(policies: list[tuple[str, Policy]]) -> None:
-    """Refuse two policies of one name: the report could not tell them apart."""
-    places: dict[str, str] = {}
-    for place, policy in policies:
-        got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
-        expected = "policies of different names"
-        SettingsError.unless(policy.name not in places, "--policy", got, expected)
-        places[policy.name] = place
 
 
 def _reason(error: BaseException) -> str:

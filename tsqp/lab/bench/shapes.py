@@ -22,10 +22,9 @@ from protocol.model.files import read_json
 
 @dataclass(frozen=True)
 class Shape:
-    """A model without its weights. `source`: whose config.json; `settings`: what it says."""
+    """A model without its weights. `settings`: what its config.json says."""
 
     name: str
-    source: str
     settings: Mapping[str, Any]
 
     def config(self) -> ModelConfig:
@@ -42,7 +41,7 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
-        name: Shape(name, shape["source"], MappingProxyType(shape["settings"]))
+        name: Shape(name, MappingProxyType(shape["settings"]))
         for name, shape in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
     }
 )
@@ -64,8 +63,7 @@ def shape_of(model: Path | None, shape: str | None) -> Shape:
     if shape is not None or model is None:
         return find_shape(shape or "")
     read_config(model)  # its errors name the directory
-    path = model / "config.json"
-    return Shape(model.name, str(path), read_json(path) | {"eos_token_id": None})
+    return Shape(model.name, read_json(model / "config.json") | {"eos_token_id": None})
 
 
 def require_one(model: object, shape: object) -> None:

@@ -354,7 +354,7 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
 
 
 def render_html(report: Report) -> str:
-    """Return the page. Needs matplotlib (extra `bench`): see `charts.check_installed`.
+    """Return the page. Needs matplotlib (extra `bench`): see `report.check_installed`.
 
     Operators of each layer are listed for the cases by which policies are compared; for the others
     each layer as a whole, to keep the page small. The JSON document has all of them.

@@ -22,9 +22,7 @@ import transformers
 
 from protocol.tensors import torch_dtype
 from tsqp.lab.bench.model import Baseline, Spread
-from tsqp.lab.measure import elapsed_us, rounds, script, write_results
-
-NAME = "transformers"
+from tsqp.lab.measure import elapsed_us, random_ids, rounds, script, write_results
 
 
 def measure_prefill(
@@ -34,7 +32,8 @@ def measure_prefill(
 
     Runs it `repeats` times, or until `case_s` is over; at least once.
     """
-    step = partial(_step, model, _prompt(model, tokens), None)
+    ids = random_ids(model.config.vocab_size, tokens, seed=tokens)
+    step = partial(_step, model, ids, None)
     step()
     times_ms = [elapsed_us(step) / 1e3 for _ in rounds(repeats, case_s)]
     return _baseline(model, "prefill", tokens, 0, dtype, times_ms)
@@ -42,7 +41,7 @@ def measure_prefill(
 
 def measure_decode(model: Any, tokens: int, new_tokens: int, dtype: str) -> Baseline:
     """Time every step after a prompt, one token each, with the KV cache."""
-    output = _step(model, _prompt(model, tokens), None)
+    output = _step(model, random_ids(model.config.vocab_size, tokens, seed=tokens), None)
     times_ms = []
     for step in range(new_tokens + 1):
         ids = output.logits[:, -1:].argmax(-1)
@@ -57,17 +56,12 @@ def _step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
     return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def _prompt(model: Any, tokens: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.randint(model.config.vocab_size, (1, tokens), generator=generator)
-
-
 def _baseline(
     model: Any, phase: Any, tokens: int, new_tokens: int, dtype: str, times_ms: Sequence[float]
 ) -> Baseline:
     attention = model.config._attn_implementation
     return Baseline(
-        name=NAME,
+        name="transformers",
         description=f"transformers {transformers.__version__}, {torch.get_num_threads()} threads,"
         f" {attention} attention, no service",
         phase=phase,

@@ -26,7 +26,6 @@ from protocol.model.weights import LayerNorms
 from tsqp.lab.bench.model import Baseline, Spread
 from tsqp.lab.measure import elapsed_us, script, write_results
 
-NAME = "unmasked"
 DTYPE = torch.bfloat16
 _WARM_UP = 3
 
@@ -108,7 +107,7 @@ def measure(config: ModelConfig, context: int, steps: int, device: torch.device)
     times_ms = [elapsed_us(lambda: step().item()) / 1e3 for _ in range(_WARM_UP + steps)][_WARM_UP:]
     how = "one CUDA graph a step" if on_cuda else "on the CPU in place of a GPU"
     return Baseline(
-        name=NAME,
+        name="unmasked",
         description=f"the model on the GPU side alone, unmasked, {how}",
         phase="decode",
         tokens=context,

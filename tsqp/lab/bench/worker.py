@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter, sub
 from typing import TypeAlias
 
-import torch
-
 from protocol.model.config import ModelConfig
 from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
@@ -26,12 +24,14 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place, TeeStage
-from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob
 from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
+    WARM_UP,
+    Answer,
     Case,
     Finished,
     OperatorCost,
+    PolicyJob,
     RequestTimes,
     Span,
     Spread,
@@ -39,7 +39,7 @@ from tsqp.lab.bench.model import (
     Timeline,
 )
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, rounds
+from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, random_ids, rounds
 from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
@@ -100,10 +100,7 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
 
 def random_prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
     """Return random token ids: what they say makes no difference to time."""
-    generator = torch.Generator().manual_seed(0)
-    ids: list[list[int]] = torch.randint(
-        0, config.vocab_size, (count, tokens), generator=generator
-    ).tolist()
+    ids: list[list[int]] = random_ids(config.vocab_size, tokens, seed=0, sequences=count).tolist()
     return ids
 
 
@@ -310,10 +307,12 @@ class Collector:
         """Return what is counted for one operator of one layer."""
         return self._sums.setdefault((operator, layer), _Sums())
 
-    def piece(
+    def spent(
         self, lane: int, site: Site, stage: str, started_ns: float, elapsed_ns: float
     ) -> None:
-        """Keep a piece of the timeline, if they are to be kept."""
+        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
+        stages = self.sums(*site).stages
+        stages[stage] = stages.get(stage, 0) + elapsed_ns
         if self._keep_spans and elapsed_ns > 0:
             self._pieces.append((lane, site, stage, started_ns, elapsed_ns))
 
@@ -338,7 +337,8 @@ class _Lane:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        self._spent((operator, layer), stage, started_ns, ended_ns - started_ns)
+        elapsed_ns = ended_ns - started_ns
+        self._collector.spent(self._index, (operator, layer), stage, started_ns, elapsed_ns)
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
@@ -350,8 +350,8 @@ class _Lane:
             sums.bytes_received += exchange.bytes_received
             began_ns = exchange.sent_ns - exchange.encode_ns
             received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._spent(site, "encode", began_ns, exchange.encode_ns)
-            self._spent(site, "decode", received_ns, exchange.decode_ns)
+            self._collector.spent(self._index, site, "encode", began_ns, exchange.encode_ns)
+            self._collector.spent(self._index, site, "decode", received_ns, exchange.decode_ns)
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
@@ -369,10 +369,5 @@ class _Lane:
             ("gpu", gpu_ns),
             ("wire", half_ns),
         ):
-            self._spent(site, stage, start_ns, spent_ns)
+            self._collector.spent(self._index, site, stage, start_ns, spent_ns)
             start_ns += spent_ns
-
-    def _spent(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
-        stages = self._collector.sums(*site).stages
-        stages[stage] = stages.get(stage, 0) + elapsed_ns
-        self._collector.piece(self._index, site, stage, started_ns, elapsed_ns)

@@ -19,9 +19,7 @@ from protocol.channel import Channel
 from protocol.encoding import encode_request
 from protocol.errors import TsqpError
 from protocol.messages import (
-    FUSED_MODULES,
     LinearRequest,
-    Projection,
     Request,
     RingLinearRequest,
     SeededRingLinearRequest,
@@ -30,7 +28,6 @@ from protocol.messages import (
     Timing,
 )
 from protocol.model.config import ModelConfig
-from protocol.model.forward import Call
 from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from protocol.tensors import WireTensor, from_torch
 from tee_side.model.batch import Batch, KVCache, Take
@@ -51,7 +48,7 @@ from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import CallSettings, plan_linear, run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
 from tsqp.lab.bench.model import Document
-from tsqp.lab.research.feature_key import site_transform
+from tsqp.lab.research.feature_key import site_transforms
 from tsqp.lab.research.operators import product_call, rows_call
 
 
@@ -164,11 +161,11 @@ class _Recorder(AtOnce):
         return self._submitted
 
 
+@dataclass(frozen=True, slots=True)
 class _ZeroSite:
     """Integers of the right dtype: what scales there are does not change a size."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    dtype: torch.dtype
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return int32 elements."""
@@ -176,7 +173,7 @@ class _ZeroSite:
 
     def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
         """Return floats."""
-        return y_TO.to(self._dtype)
+        return y_TO.to(self.dtype)
 
 
 async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
@@ -276,7 +273,19 @@ class StepTraffic:
         if is_projection(operator) and operator in self._policy.projections:
             _, (_, in_features) = config.row_layout(operator)
             sent = outputs if operator == "lm_head" else rows
-            asked = self._linear(operator, mask, verify)(self._zeros(sent, in_features))
+            integers, site = self._policy.arithmetic == "int8", (0, operator)
+            linear = plan_linear(
+                site,
+                _ZeroSite(dtype) if integers else FloatSite(),
+                self._hide(mask, site),
+                MaskRules(mask),
+                UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
+                config,
+                settings,
+                bias_leaves=not integers and mask is None and verify == "none",
+                one_rpc_per_module=self._policy.one_rpc_per_module,
+            )
+            asked = linear(self._zeros(sent, in_features))
         elif operator in PRODUCTS:
             scores = operator == "attn_scores"
             a = self._zeros(K, R, C) if scores else self._zeros(K, R, context)
@@ -326,20 +335,6 @@ class StepTraffic:
         )
         return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
-    def _linear(self, operator: Projection, mask: Mask | None, verify: Verify) -> Call:
-        integers, site = self._policy.arithmetic == "int8", (0, operator)
-        return plan_linear(
-            site,
-            _ZeroSite(self._dtype) if integers else FloatSite(),
-            self._hide(mask, site),
-            MaskRules(mask),
-            UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
-            self._config,
-            self._settings(mask),
-            bias_leaves=not integers and mask is None and verify == "none",
-            one_rpc_per_module=self._policy.one_rpc_per_module,
-        )
-
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)
         channels: list[Channel] = [_Recorder(n, self._log) for n in services]
@@ -349,17 +344,12 @@ class StepTraffic:
         if isinstance(mask, AdditiveMask):
             _, (outputs, _) = self._config.row_layout(site[1])
             return partial(_under_zeros, mask, outputs)
-        transforms = self._transforms(mask) if isinstance(mask, FeatureMask) else None
+        transforms: dict[Site, KeyedTransform] | None = None
+        if isinstance(mask, FeatureMask):
+            # From a key that is not kept; operators are called as those of layer 0.
+            seed, gain_D = Randomness().bytes(KEY_BYTES), torch.ones(self._config.hidden_size)
+            transforms = site_transforms(mask, self._config, bytes(seed), [(gain_D, gain_D)])
         return linear_masking(mask, site, Randomness(), transforms=transforms)
-
-    def _transforms(self, mask: FeatureMask) -> dict[Site, KeyedTransform]:
-        """Make maps from a key that is not kept; operators are called as those of layer 0."""
-        seed, gain_D = Randomness().bytes(KEY_BYTES), torch.ones(self._config.hidden_size)
-        gains = (gain_D, None, gain_D, None)
-        return {
-            (0, operator): site_transform(mask, self._config, bytes(seed), 0, operator, gain)
-            for operator, gain in zip(FUSED_MODULES, gains, strict=True)
-        }
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self._dtype)

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from tsqp.lab.charts import Picture, drawing, picture
 from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.leak.tables import (
     curve_grid,
@@ -33,7 +32,7 @@ from tsqp.lab.leak.tables import (
     verdict,
     warnings,
 )
-from tsqp.lab.report import page, terminal
+from tsqp.lab.report import Picture, drawing, page, picture, terminal
 from tsqp.tables import definitions
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def show(report: LeakReport, console: Console, *, details: bool = False) -> None
 
 
 def render_html(report: LeakReport) -> str:
-    """Return the page. Needs matplotlib (extra `bench`): see `charts.check_installed`."""
+    """Return the page. Needs matplotlib (extra `bench`): see `report.check_installed`."""
     return page(
         "leak",
         program="tsqp leak",

@@ -14,8 +14,7 @@ from gpu_side.devices import DeviceProfile
 from gpu_side.tasks import Task
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Policy
-from tsqp.lab.bench.job import Measuring
-from tsqp.lab.bench.model import Document, PadMaking
+from tsqp.lab.bench.model import Document, Measuring, PadMaking
 from tsqp.lab.plan.fit import Machine
 from tsqp.link import Link
 
@@ -90,9 +89,11 @@ class Section:
     product_share: float = 0.0
 
     @property
-    def work_us(self) -> float:
-        """All work in the TEE but that for messages."""
-        return sum((segment.work_us for segment in self.segments), start=self.after_us)
+    def total_us(self) -> float:
+        """All work in the TEE, and all round trips."""
+        return self.after_us + sum(
+            segment.work_us + sum(rpc.total_us for rpc in segment.rpcs) for segment in self.segments
+        )
 
 
 # One micro-batch of a step: what comes before the layers, one for each kind of layer, and the rest.

@@ -96,8 +96,7 @@ class Planning:
         settings, config = self._settings, self._config
         check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
         if settings.machine is not None:  # what it lacks
-            one = ((1.0,), (1.0,))
-            settings.machine.beside(one, settings.cores, settings.transport)
+            settings.machine.beside(((1.0,), (1.0,)), settings.cores, settings.transport)
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
         SettingsError.unless(
             tokens <= config.context_length,
@@ -150,16 +149,13 @@ class Planning:
         count = LAYERS
         kept = sum(
             math.prod(config.row_layout(operator)[1])
-            for _, operator in policy.sites_here(
-                self._shape.with_layers(1).config().num_hidden_layers
-            )
+            for _, operator in policy.sites_here(1)
             if is_linear(operator)
         ) * (self._itemsize if policy.arithmetic == "float" else 1)
         if kept:
             count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
         shape = self._shape.with_layers(count)
-        alike = _alike(shape.settings, config, layer, count)
-        return policy, Shape(shape.name, shape.source, alike)
+        return policy, replace(shape, settings=_alike(shape.settings, config, layer, count))
 
     # --------------------------------------------------------------------------------- the run
 
@@ -178,6 +174,15 @@ class Planning:
             faster = costs.threads / settings.cores if instead is None else instead.shared
             making = making.scaled(token=faster)
             made_us = making.token_ms * 1e3 * settings.batch * ("decode" in making.phases)
+        several: Several | None = None
+        if policy.services and hardware.ranks > 1:
+            alone = replace(hardware, ranks=1)
+            several = Several(
+                tpot_alone_ms=predict([costs.decode], costs, alone).total_us / 1e3,
+                ttft_alone_ms=predict(costs.prefill, costs, alone).total_us / 1e3,
+                decode=crossover(hardware, rpcs_of(costs.decode, costs.order)),
+                prefill=crossover(hardware, rpcs_of(costs.prefill[0], costs.order)),
+            )
         memory = tee_parts(
             config,
             policy,
@@ -200,54 +205,36 @@ class Planning:
             pads=making,
             tee_memory_bytes=sum(memory.values()),
             assumptions=tuple(self._assumptions(policy, costs)),
-            several=self._several(costs, hardware) if policy.services else None,
-        )
-
-    def _several(self, costs: Costs, hardware: Hardware) -> Several | None:
-        if hardware.ranks == 1:
-            return None
-        alone = replace(hardware, ranks=1)
-        decode, prefill = (
-            crossover(hardware, rpcs_of(step, costs.order))
-            for step in (costs.decode, costs.prefill[0])
-        )
-        return Several(
-            tpot_alone_ms=predict([costs.decode], costs, alone).total_us / 1e3,
-            ttft_alone_ms=predict(costs.prefill, costs, alone).total_us / 1e3,
-            decode=decode,
-            prefill=prefill,
+            several=several,
         )
 
     def _costs(self, name: str, policy: Policy) -> Costs:
         """Measure every kind of layer that the policy makes of the model's."""
         kinds = self._kinds[name]
         different = sorted(set(kinds))
-        measured: dict[int, Costs] = {}
+        measured: list[Costs] = []
+        pads: PadMaking | None = None
         for layer in different:
             with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
-                measured[layer] = self._measure(Path(folder), name, policy, layer)
+                found = self._measure(Path(folder), name, policy, layer)
+            measured.append(found)
+            if found.pads is not None and pads is None:
+                # Of the whole model, at the rate of some layers' products.
+                alike, few = self._few_layers(policy, layer)
+                part = _pad_operations(alike, few.config())
+                more = _pad_operations(policy, self._config) / part
+                pads = found.pads.scaled(token=more, cpu=more)
         _, few = self._few_layers(policy, different[0])
         return Costs(
             threads=self._threads,
             layers=few.config().num_hidden_layers,
             order=[different.index(kind) for kind in kinds],
             prefill=[
-                _with_kinds(steps)
-                for steps in zip(*(one.prefill for one in measured.values()), strict=True)
+                _with_kinds(steps) for steps in zip(*(one.prefill for one in measured), strict=True)
             ],
-            decode=_with_kinds([one.decode for one in measured.values()]),
-            pads=self._whole_pads(policy, measured),
+            decode=_with_kinds([one.decode for one in measured]),
+            pads=pads,
         )
-
-    def _whole_pads(self, policy: Policy, measured: Mapping[int, Costs]) -> PadMaking | None:
-        """Return the making of the whole model's pads, at the rate of some layers' products."""
-        for layer, found in measured.items():
-            if found.pads is not None:
-                alike, few = self._few_layers(policy, layer)
-                part = _pad_operations(alike, few.config())
-                more = _pad_operations(policy, self._config) / part
-                return found.pads.scaled(token=more, cpu=more)
-        return None
 
     def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Costs:
         settings = self._settings

@@ -245,11 +245,16 @@ def _without(turn: Turn, part: PartName | None) -> Turn:
 
 def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
     """Return what each part takes; of round trips side by side, the longest counts."""
+
+    def round_trip_us(trip: Rpc) -> float:
+        link_us = trip.up_us + trip.down_us + latency_us
+        return trip.service_us + trip.gpu_us + max(trip.wire_us, link_us)
+
     busy = dict.fromkeys(PARTS, 0.0)
     for turn in turns:
         pieces: list[Turn | Rpc] = [turn]
         if turn.trips:
-            trip = max(turn.trips, key=lambda trip: _round_trip_us(trip, latency_us))
+            trip = max(turn.trips, key=round_trip_us)
             beyond_us = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
             pieces.append(replace(trip, wire_us=beyond_us))
             busy["link latency"] += latency_us
@@ -257,11 +262,6 @@ def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
             names = _FIELDS.get(part, ())
             busy[part] += sum(getattr(piece, name, 0.0) for piece in pieces for name in names)
     return busy
-
-
-def _round_trip_us(trip: Rpc, latency_us: float) -> float:
-    link_us = trip.up_us + trip.down_us + latency_us
-    return trip.service_us + trip.gpu_us + max(trip.wire_us, link_us)
 
 
 @dataclass(slots=True)

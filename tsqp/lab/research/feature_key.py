@@ -109,19 +109,8 @@ class FeatureKey(BaseModel):
             f"mode {stat.S_IMODE(status.st_mode):04o}",
             f"{_MODE:04o}: for its owner alone (chmod 600)",
         )
-        key = cls._parse(text, where)
-        FeatureKeyError.unless(
-            key.provision_id == key.derived_id(),
-            f"{where}: provision_id (the key was changed)",
-            key.provision_id,
-            key.derived_id(),
-        )
-        return key
-
-    @classmethod
-    def _parse(cls, content: str, where: str) -> FeatureKey:
         try:
-            return cls.model_validate_json(content)
+            key = cls.model_validate_json(text)
         except ValidationError as error:
             # The version first: with another one the other fields may be other ones, too.
             faults = error.errors(include_url=False)
@@ -138,6 +127,13 @@ class FeatureKey(BaseModel):
                 got="nothing" if missing else describe_untrusted(first["input"]),
                 expected=expectation(first["type"], first["msg"]),
             ) from None
+        FeatureKeyError.unless(
+            key.provision_id == key.derived_id(),
+            f"{where}: provision_id (the key was changed)",
+            key.provision_id,
+            key.derived_id(),
+        )
+        return key
 
     def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
         """Check that the key is one of this model and mask. Raises FeatureKeyError with both.
@@ -177,12 +173,7 @@ class FeatureKey(BaseModel):
         the mask cannot fold.
         """
         self._check_mask(mask)
-        seed = bytes.fromhex(self.seed)
-        return {
-            (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
-            for layer, (attention, mlp) in enumerate(gains)
-            for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
-        }
+        return site_transforms(mask, config, bytes.fromhex(self.seed), gains)
 
     def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
         """Make the residual stream's map. Raises FeatureKeyError for another mask."""
@@ -193,6 +184,20 @@ class FeatureKey(BaseModel):
 def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
     """Make the map of the residual stream, the same one each time."""
     return mask.keyed(config, Randomness(seed).derive(b"segment"))
+
+
+def site_transforms(
+    mask: FeatureMask,
+    config: ModelConfig,
+    seed: bytes,
+    gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> dict[Site, KeyedTransform]:
+    """Make the maps of all sites of some layers; see `FeatureKey.transforms` for `gains`."""
+    return {
+        (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
+        for layer, (attention, mlp) in enumerate(gains)
+        for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
+    }
 
 
 def site_transform(

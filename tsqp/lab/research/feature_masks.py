@@ -375,17 +375,17 @@ class FeatureRotation(RotationMask, FeatureMask):
         def draw(size: int) -> BlockRotation:
             return BlockRotation(size, self.block, site.randomness)
 
-        fold_I = torch.ones(site.in_features) if site.gain is None else _fold(site.gain)
+        fold_I = torch.ones(site.in_features)
+        if site.gain is not None:
+            # The gain, kept away from 0: rows are divided by it.
+            gain_I = site.gain.float()
+            largest = float(gain_I.abs().max())
+            expected = "one above 0, all finite"
+            MaskError.unless(
+                1e-30 < largest < math.inf, "gain", f"values up to {largest}", expected
+            )
+            fold_I = gain_I.abs().clamp(min=_SMALLEST_GAIN * largest).copysign(gain_I)
         return _MappedSite(site, draw, fold_I, self.sigma)
-
-
-def _fold(gain_I: torch.Tensor) -> torch.Tensor:
-    """Return what to divide by: the gain, kept away from 0. Raises MaskError."""
-    gain_I = gain_I.float()
-    largest = float(gain_I.abs().max())
-    if not 1e-30 < largest < math.inf:
-        raise MaskError("gain", got=f"values up to {largest}", expected="one above 0, all finite")
-    return gain_I.abs().clamp(min=_SMALLEST_GAIN * largest).copysign(gain_I)
 
 
 class SegmentRotation(RotationMask, SegmentMask):

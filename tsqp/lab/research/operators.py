@@ -120,10 +120,7 @@ class RemoteAttention:
         H, K, C = self._parts.config.heads
         G = H // K
 
-        def probabilities(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
-            return softmax(scores, causal_mask)
-
-        timed_softmax = timed(probabilities, settings.observer, "softmax", layer)
+        timed_softmax = timed(softmax, settings.observer, "softmax", layer)
 
         async def attend(layer: TeeLayer, q_THC: Tensor, k_KSC: Tensor, v_KSC: Tensor) -> Tensor:
             # The G query heads that share a key/value head stand below each other: no copy of K

@@ -105,7 +105,10 @@ def provision(
         shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
         holds, shards = conversion.shards()
         if holds == "model" and config.tie_word_embeddings:
-            _untie(draft / CONFIG_FILE)
+            # The LM head has a weight of its own there.
+            settings = read_json(draft / CONFIG_FILE) | {"tie_word_embeddings": False}
+            text = json.dumps(settings, indent=2) + "\n"
+            (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
         weight_bytes = _write_weights(shards, draft, progress)
         key = FeatureKey.bind(
             mask=checked.name,
@@ -191,12 +194,6 @@ def _check_outputs(server_dir: Path, key_path: Path) -> None:
     ):
         if refused:
             raise error(str(path), got=got, expected=expected)
-
-
-def _untie(path: Path) -> None:
-    """Have a copied configuration say that the LM head has a weight of its own."""
-    text = json.dumps(read_json(path) | {"tie_word_embeddings": False}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _write_weights(shards: list[Shard], directory: Path, progress: Progress | None) -> int:
