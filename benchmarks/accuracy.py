@@ -12,7 +12,8 @@ them together. `Q8_0, emulated` is what people run otherwise: weights and inputs
 under a float16 scale, as llama.cpp has them. The other variants say where the loss comes from:
 int8 weights under float inputs, the linear operators alone, the LM head alone with an input of 16
 bits or of 8. `--sweep` makes the inputs of all linear operators coarser, to as many steps as it
-says for a typical input; `tsqp.calibrate` takes its numbers from there.
+says for a typical input; `tsqp.calibrate` takes its numbers from there. The exit status is 1 where
+the demo model misses its target.
 """
 
 from __future__ import annotations
@@ -124,16 +125,18 @@ class Mixture:
 
     def compare(self, found: Logits, reference: Logits, text: str) -> dict[str, float]:
         """Compare the logits of a text with those of float32."""
-        nats, divergence, same, tokens = 0.0, 0.0, 0, 0
+        nats, exact, divergence, same, tokens = 0.0, 0.0, 0.0, 0, 0
         for ids, ours_TV, right_TV in zip(self.documents[text], found, reference, strict=True):
             ours, right = (one[:-1].double().log_softmax(-1) for one in (ours_TV, right_TV))
             wanted = torch.tensor(ids[1:])
-            nats += (nll_loss(ours, wanted) - nll_loss(right, wanted)).item() * len(wanted)
+            nats += nll_loss(ours, wanted, reduction="sum").item()
+            exact += nll_loss(right, wanted, reduction="sum").item()
             divergence += kl_div(ours, right, reduction="sum", log_target=True).item()
             same += int((ours.argmax(-1) == right.argmax(-1)).sum())
             tokens += len(wanted)
         return {
-            "perplexity_ratio": math.exp(nats / tokens),
+            "perplexity": math.exp(nats / tokens),
+            "perplexity_ratio": math.exp((nats - exact) / tokens),
             "top_1_agreement": same / tokens,
             "kl_nats": divergence / tokens,
         }
@@ -259,6 +262,7 @@ def measure(options: Options, place: Place) -> Found:
         "linear operators only": (integers, float_head),
         "LM head only, 16-bit input": (floats, head_16),
         "LM head only, 8-bit input": (floats, head_8),
+        "all, LM head with 8-bit input": (integers, head_8),
     }
     for steps in SWEEP if options.sweep else ():
         parts[f"linear operators only, {steps} steps"] = (bench.integer_linears(steps), float_head)
@@ -279,10 +283,11 @@ def measure(options: Options, place: Place) -> Found:
             say(f"{text}, {name}: {row}")
         texts[text] = {"tokens": sum(len(ids) - 1 for ids in documents), "variants": found}
     ours = [one["variants"]["quantized-clear"] for one in texts.values()]
-    return {"model": bench.directory.name, "texts": texts}, all(
+    reached = options.model != "demo" or all(
         row["perplexity_ratio"] <= MAX_PERPLEXITY_RATIO and row["top_1_agreement"] >= MIN_AGREEMENT
         for row in ours
     )
+    return {"model": bench.directory.name, "texts": texts}, reached
 
 
 if __name__ == "__main__":

@@ -222,4 +222,5 @@ def benchmarks_page(documents: Documents) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")
+    (file,) = sys.argv[1:] or sys.exit("usage: python -m benchmarks.page FILE")
+    Path(file).write_text(benchmarks_page(read_results(RESULTS)), encoding="utf-8")

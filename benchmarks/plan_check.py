@@ -21,7 +21,7 @@ from benchmarks.harness import CORES, Fields, Found, Options, Place, chosen, mai
 from gpu_side.devices import DeviceProfile, find_profile
 from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
-from tsqp.lab.bench.model import BenchSettings, Plan
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.measure import elapsed_us
 from tsqp.lab.plan.costs import PlanSettings

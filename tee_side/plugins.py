@@ -69,7 +69,7 @@ def read_checked(path: Path) -> bytes:
     return content
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _CheckedSource(ExecutionLoader):
     """Runs a module from bytes that were read before."""
 

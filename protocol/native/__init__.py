@@ -313,7 +313,7 @@ class _Trial:
         low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
         q, sent = torch.empty_like(r), torch.empty_like(r)
         scales = torch.empty(rows)
-        norm = self._call("encode", number, x, *size, 0.0, scales, r, q, sent)
+        norm = self._call("encode", number, x, *size, 32_639.0, scales, r, q, sent)
         yield from ((found.clone(), 0.0) for found in (torch.tensor([norm]), scales, q, sent))
         norm = self._call("encode", number, x, *size, 0.003, 0, r, q, sent)
         yield from ((found, 0.0) for found in (torch.tensor([norm]), q, sent))

@@ -131,29 +131,29 @@ Products = tuple[Tensor, Tensor]
 
 def encode(
     x_TI: Tensor,
-    step: float,
+    step: float | None,
     r_TI: Tensor | None,
     products: Products | None = None,
     *,
-    own: bool = False,
+    largest: float = 0.0,
 ) -> tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]:
     """Return q = round(x / step), q + r modulo 2^32, the largest norm of a row, scales, and sums.
 
-    `x_TI`: float32 or bfloat16 [T, I]. `own`: each row has a step of its own, its largest element
-    / `step`, which the scales are: float32 [T]; None otherwise. `r_TI`: int32 [T, I], None for no
-    pad, when the second is the first. The norm is that of the rounded numbers; NaN or infinite
-    where x is not finite. `products`: what q is multiplied by for the sums, as `expect` does; None
-    for neither.
+    `x_TI`: float32 or bfloat16 [T, I]. `step`: None for one for each row, under which its largest
+    element becomes `largest`; these are the scales, float32 [T], None otherwise. `r_TI`: int32
+    [T, I], None for no pad, when the second is the first. The norm is that of the rounded numbers;
+    NaN or infinite where x is not finite. `products`: what q is multiplied by for the sums, as
+    `expect` does; None for neither.
     """
     x_TI = x_TI.contiguous()
-    scale_T = torch.empty(x_TI.shape[0], dtype=torch.float32) if own else None
+    scale_T = None if step is not None else torch.empty(x_TI.shape[0], dtype=torch.float32)
     q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
     sent_TI = q_TI if r_TI is None else torch.empty(x_TI.shape, dtype=torch.int32)
     norm: float = library.encode(
         FLOATS[x_TI.dtype],
         x_TI.data_ptr(),
         *x_TI.shape,
-        step,
+        step or largest,
         0 if scale_T is None else scale_T.data_ptr(),
         0 if r_TI is None else r_TI.data_ptr(),
         q_TI.data_ptr(),

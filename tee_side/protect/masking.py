@@ -187,7 +187,7 @@ class PaddedSite:
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
         q_TI, sent_TI, norm, scale_T, expected = compiled.encode(
-            x_TI, site.step, r_TI, products, own=isinstance(site, DynamicSite)
+            x_TI, site.step, r_TI, products, largest=site.largest
         )
         if not norm <= site.row_limit:
             site.refuse(norm)

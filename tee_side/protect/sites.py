@@ -73,6 +73,8 @@ class IntegerSite:
     `dtype`: of outputs; `where`: how messages begin.
     """
 
+    largest = 0.0
+
     def __init__(
         self,
         scales: SiteScales,
@@ -130,18 +132,15 @@ class DynamicSite:
     float32, what one step of an output's weights stands for; `dtype`: of inputs and outputs.
     """
 
+    step = None
     row_limit = math.inf
 
     def __init__(
-        self,
-        factor_O: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        dtype: torch.dtype,
-        largest: int,
+        self, factor_O: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype, largest: int
     ) -> None:
         self.factor_O, self.bias_O, self.dtype = factor_O, bias_O, dtype
-        # Of which a row's largest element is divided by its scale.
-        self.step = float(largest)
+        # What a row's largest element becomes.
+        self.largest = float(largest)
         self.digits = digits_below(largest)
         self.compiled = compiled_for(dtype)
 
@@ -163,7 +162,7 @@ class DynamicSite:
         """Return the scale under which each row fits, its largest element / `largest`: [T, 1]."""
         # The smallest normal number: a row of zeros stays one.
         smallest = torch.finfo(torch.float32).tiny
-        return (x_TI.float().abs().amax(-1, keepdim=True) / self.step).clamp_min_(smallest)
+        return (x_TI.float().abs().amax(-1, keepdim=True) / self.largest).clamp_min_(smallest)
 
     def refuse(self, _norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""

@@ -30,7 +30,7 @@ from tee_side.engine.request import (
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenNames:
     """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
 

@@ -38,8 +38,7 @@ from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
 
-# The event loop reads bodies, 1 MiB in a fifth of a second. Ids take 8 bytes a token, and text that
-# is escaped to ASCII up to 12 bytes a character.
+# Ids take 8 bytes a token, and text that is escaped to ASCII up to 12 bytes a character.
 _BODY_BYTES_PER_TOKEN = 32
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
 _SSE: _Responses = {200: {"content": {"text/event-stream": {}}}}
@@ -132,7 +131,8 @@ def create_app(
 ) -> FastAPI:
     """Return the application. `allow_origins`: of web pages that may use it ("*" for all).
 
-    A body may have `min_body_bytes`, and more where the model's context is long.
+    A body may have `min_body_bytes`, which the event loop reads in a fifth of a second, and more
+    where the model's context is long.
     """
     app = FastAPI(
         title="tee-runner",

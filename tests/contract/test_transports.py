@@ -497,6 +497,6 @@ def test_keys_are_refused_where_nothing_would_use_them(tmp_path: Path) -> None:
     endpoint = f"unix://{tmp_path}/s"
     with pytest.raises(SettingsError, match=r"got a plain stream, .* expected tcp"):
         open_channel(endpoint, keys=ClientKeys(b"s", b"p"))
-    for bound in (endpoint, "https://127.0.0.1:0"):
-        with pytest.raises(SettingsError, match=r"keys.*: got .* expected tcp"):
+    for bound, got in ((endpoint, "a plain stream"), ("https://127.0.0.1:0", "a URL")):
+        with pytest.raises(SettingsError, match=rf"keys.*: got {got}, .* expected tcp"):
             open_listener(bound, keys=ServiceKeys(b"s", frozenset()))

@@ -211,7 +211,7 @@ def _settings(
 
     from protocol import native
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.model import BenchSettings, Plan
+    from tsqp.lab.bench.job import BenchSettings, Plan
 
     for name, kind in (
         ("device", "--device"),

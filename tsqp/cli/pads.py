@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from tee_side.protect.pads.source import PadMaker
 
 
-_MODEL = (
-    *("model", "policy", "manifest", "manifest_digest", "kernels", "threads"),
-    *("seal_key", "seal_key_fd", "seal_key_command", "seal_digest"),
-)
+_SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
+_MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
 _THE_BANK = {"required": True, "help": "The pad bank."}
 
 

@@ -30,15 +30,17 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import torch
 from pydantic import BaseModel
 
 from protocol.errors import TsqpError
 from tee_side.plugins import load_module, loaded_files
 from tsqp.end_with_parent import end_with
 from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
+
+if TYPE_CHECKING:
+    import torch
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -81,6 +83,8 @@ def in_turns(work: Sequence[Callable[[], R]], rounds: int, warm_up: int = 0) -> 
 
 def random_ids(vocab_size: int, tokens: int, *, seed: int, sequences: int = 1) -> torch.Tensor:
     """Return random token ids, int64 [sequences, tokens]: what they say costs no time."""
+    import torch  # which takes a second, and pages are drawn without it
+
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (sequences, tokens), generator=generator)
 

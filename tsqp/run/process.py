@@ -20,11 +20,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
-
-import click
+from typing import TYPE_CHECKING, NoReturn
 
 from protocol.errors import TsqpError, UnseededError
+
+if TYPE_CHECKING:
+    import click
 
 EXIT_FAILURE = 1
 EXIT_REFUSED = 2
@@ -128,6 +129,8 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
     number. No program writes a core dump; one that has secrets keeps others out of its memory, and
     does not start where they could be guessed.
     """
+    import click  # in a program alone: `tsqp.LLM` has none
+
     # Two torch processes on one machine fight through libgomp's spinning threads; it reads this
     # once, when torch is imported. docs/architecture.md has the measurement.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -102,6 +102,7 @@ def http_peer(*answers: Answer, tls: ssl.SSLContext | None = None) -> Iterator[P
 def _ask(url: str, *, timeout_s: float = 20.0, access: HttpAccess | None = None) -> torch.Tensor:
     with HttpChannel(url, timeout_s=timeout_s, access=access) as channel:
         reply = channel.call(REQUEST).response
+        assert not channel._requests  # no reply is kept
         assert isinstance(reply, TensorReply)
         return to_torch(reply.output)
 

@@ -40,7 +40,8 @@ from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.model import Measuring, PadMaking
+from tsqp.lab.bench.job import Measuring
+from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
 from tsqp.processes import start_service

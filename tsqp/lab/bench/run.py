@@ -26,15 +26,13 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import prepare
+from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
 from tsqp.lab.bench.memory import check_disk, check_memory
 from tsqp.lab.bench.model import (
-    Answer,
     Baseline,
-    BenchSettings,
     Case,
     Finished,
     PingPong,
-    PolicyJob,
     PolicyRun,
     Report,
     RequestTimes,

@@ -24,14 +24,12 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place, TeeStage
+from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob
 from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
-    WARM_UP,
-    Answer,
     Case,
     Finished,
     OperatorCost,
-    PolicyJob,
     RequestTimes,
     Span,
     Spread,

@@ -22,7 +22,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
 from tsqp.calibrate import default_text
-from tsqp.lab.bench.model import BenchSettings, Plan
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.leak.attack_runner import (

@@ -314,7 +314,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
         return Panel(policy.title, verdict(policy))
     right, every = sum(piece.right for piece in made.pieces), len(made.pieces)
     outcome = f"{right:,} of {every:,} tokens read, by {made.attack} at {made.where}"
-    stayed = f"{made.unseen:,} token{'s'[: made.unseen != 1]}"
+    stayed = f"{made.unseen:,} token" if made.unseen == 1 else f"{made.unseen:,} tokens"
     unseen = f"({stayed} of the prompt never left the TEE)" if made.unseen else ""
     parts = []
     for name in ("prompt", "answer"):

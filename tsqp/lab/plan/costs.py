@@ -14,7 +14,8 @@ from gpu_side.devices import DeviceProfile
 from gpu_side.tasks import Task
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Policy
-from tsqp.lab.bench.model import Document, Measuring, PadMaking
+from tsqp.lab.bench.job import Measuring
+from tsqp.lab.bench.model import Document, PadMaking
 from tsqp.lab.plan.fit import Machine
 from tsqp.link import Link
 
