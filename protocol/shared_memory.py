@@ -312,6 +312,7 @@ class Lane:
         Raises ProtocolError for one that claims to be larger than its area.
         """
         size = self._seen[2 * slot + 1]
-        ProtocolError.at_most(self._incoming, _WHERE, size)
+        if size > self._incoming:
+            ProtocolError.at_most(self._incoming, _WHERE, size)
         start = self._in[slot]
         return self._memory[start : start + size]

@@ -130,6 +130,22 @@ def patience_s(size: int) -> float:
     return _PATIENCE_S + size / _READING_BYTES_PER_S
 
 
+def _read(head: bytes) -> tuple[tuple[slice, ...], int, int] | None:
+    """Return where the frames of a message lie, by its first bytes, its size, and that of frames.
+
+    None where these bytes say of no frame, or not of all.
+    """
+    count = int.from_bytes(head[: _COUNT.size], "little")
+    if not 0 < 8 * count <= len(head) - _COUNT.size:
+        return None
+    sizes = struct.unpack_from(f"<{count}Q", head, _COUNT.size)
+    places, _, total = layout(sizes)
+    return places, total, sum(sizes)
+
+
+_remembered_prefix = lru_cache(maxsize=256)(_read)
+
+
 def frames_in(
     message: memoryview, where: str, *, max_frames: int, max_message_bytes: int
 ) -> list[memoryview]:
@@ -137,21 +153,16 @@ def frames_in(
 
     Raises ProtocolError for what is no message.
     """
-    count = int.from_bytes(message[: _COUNT.size], "little")
-    prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{min(count, max_frames)}Q")
-    head = bytes(message[: prefix.size])
-    places: tuple[slice, ...] = ()
-    total = 0
-    if 0 < count <= max_frames and len(head) == prefix.size:
-        _, *sizes = prefix.unpack(head)
-        if (size := sum(sizes)) > max_message_bytes:
-            ProtocolError.at_most(max_message_bytes, f"message from {where}", size)
-        places, _, total = layout(tuple(sizes))
-    if not places or total != len(message):
+    # The second reading replaces the first: the peer may have changed the bytes meanwhile.
+    longest = _COUNT.size + 8 * max_frames
+    found = _remembered_prefix(bytes(message[:ALIGNMENT])) or _read(bytes(message[:longest]))
+    places, total, size = found or ((), 0, 0)
+    if size > max_message_bytes:
+        ProtocolError.at_most(max_message_bytes, f"message from {where}", size)
+    if not 1 <= len(places) <= max_frames or total != len(message):
+        got = f"{int.from_bytes(message[: _COUNT.size], 'little')} frames in {len(message)} bytes"
         raise ProtocolError(
-            f"message from {where}",
-            f"{count} frames in {len(message)} bytes",
-            f"1 to {max_frames} frames, and no byte behind them",
+            f"message from {where}", got, f"1 to {max_frames} frames, and no byte behind them"
         )
     return list(map(message.__getitem__, places))
 

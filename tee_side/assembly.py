@@ -187,8 +187,7 @@ class Assembly:
             head = None
             if any(name == "lm_head" for name, _ in policy.leaving()):
                 scale_V = load_head_scale(checkpoint, config)
-                largest = largest_input(config.hidden_size)
-                head = DynamicSite(scale_V, None, model.dtype, largest)
+                head = DynamicSite(scale_V, None, model.dtype, largest_input(config.hidden_size))
             self._integers = IntegerSites(calibration, biases, model.dtype, head)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}

@@ -134,7 +134,6 @@ def encode(
     step: float | None,
     r_TI: Tensor | None,
     products: Products | None = None,
-    *,
     largest: float = 0.0,
 ) -> tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]:
     """Return q = round(x / step), q + r modulo 2^32, the largest norm of a row, scales, and sums.

@@ -31,9 +31,6 @@ from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
 
-# The largest of two balanced digits.
-_TWO_DIGITS = 127 * 257
-
 # Of an element of r or u.
 WORD_BYTES = 4
 
@@ -175,7 +172,7 @@ def largest_input(in_features: int) -> int:
     No sum of so many products wraps in the ring, and two digits hold it, which is what the TEE
     pays for: 32,639 up to 518 in_features, 8,256 for 2,048, 2,064 for 8,192.
     """
-    return min(_TWO_DIGITS, MAX_SUM // (INT8_MAX * in_features))
+    return min(127 * 257, MAX_SUM // (INT8_MAX * in_features))
 
 
 def _scaled_back(
