@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,8 +35,6 @@ from tsqp.processes import ProcessError, program
 RESULTS = Path(__file__).parent / "results"
 MOST_BYTES = 200_000
 _LIMIT_S = 1200.0
-_END_S = 20.0
-_STDERR = 2
 
 LEFT_OUT = (
     "operators are sums over all layers (layer null); timelines are left out; fields that are zero"
@@ -189,29 +186,17 @@ def record(recording: ResultFile, results: Path) -> int:
 
 
 def _run(recording: ResultFile, file: Path) -> int:
-    """Run the command to its end, or end its session, children included, after a limit."""
+    """Run the command to its end, or to a limit; its own children end with it."""
     first, *rest = recording.command
     path = sys.executable if first == "python" else program(first)
-    process = subprocess.Popen(
-        [path, *rest, "--json", str(file)],
-        stdin=subprocess.DEVNULL,
-        stdout=_STDERR if recording.talks else subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    stdout = sys.stderr if recording.talks else subprocess.DEVNULL
+    command = [path, *rest, "--json", str(file)]
     try:
-        return process.wait(_LIMIT_S)
+        return subprocess.run(command, stdout=stdout, check=False, timeout=_LIMIT_S).returncode
     except subprocess.TimeoutExpired:
         raise ProcessError(
             recording.shown, got=f"no end in {_LIMIT_S:.0f} s", expected="a result"
         ) from None
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
 
 def six_figures(value: Any) -> Any:

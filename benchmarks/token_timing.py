@@ -3,9 +3,9 @@
     python -m benchmarks.token_timing [--policy NAME] [--rounds 8] [--json FILE]
 
 A copy of the demo model whose tokenizer shows nothing for every odd token id generates with
-temperature 1, into a terminal. A relay before the service notes when requests come. Two ways to
-show text take turns, in processes of their own: `thread` is tee-runner's own (a printer by the
-clock), `inline` decodes and writes between two tokens, as tee-runner did before.
+temperature 1, into a terminal. An observer notes when requests are sent. Two ways to show text take
+turns, in processes of their own: `thread` is tee-runner's own (a printer by the clock), `inline`
+decodes and writes between two tokens, as tee-runner did before.
 
 For each token two times are measured: `gap`, from the last request before it was sampled to the
 first one after, and `step`, from there to the first one of the token after it. `auc`: how often the
@@ -19,13 +19,10 @@ import json
 import os
 import pty
 import shutil
-import socket
 import subprocess
-import sys
-import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -33,11 +30,14 @@ import numpy as np
 from scipy.stats import rankdata
 
 from benchmarks.harness import Found, Options, Place, main
+from protocol.prepared import Exchange
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import TextStream, Tokenizer
+from tee_side.observer import Observer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
+from tsqp.lab.measure import in_fresh_process
 from tsqp.run.settings import TextSettings, model_directory
 
 WAYS = ("inline", "thread")
@@ -69,53 +69,41 @@ def half_silent(directory: Path) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def relay(address: str, endpoint: str) -> list[list[int]]:
-    """Forward connections to a service; return when each client's requests came, in ns."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address)
-    listener.listen()
-    requests: list[list[int]] = []
+class Requests:
+    """An observer that notes when requests are sent, in ns, and nothing else."""
 
-    def accept() -> None:
-        while True:
-            client, _ = listener.accept()
-            service = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            service.connect(endpoint)
-            times: list[int] = []
-            requests.append(times)
-            # A request begins where the client speaks after the service has.
-            answered = threading.Event()
-            answered.set()
-            for pair in ((client, service, times), (service, client, None)):
-                threading.Thread(target=_pump, args=(*pair, answered), daemon=True).start()
+    def __init__(self) -> None:
+        self.sent_ns: list[int] = []
 
-    threading.Thread(target=accept, daemon=True).start()
-    return requests
+    def lane(self, _index: int) -> Observer:
+        """Return itself: there is one micro-batch."""
+        return self
+
+    def called(self, *_: object) -> None:
+        """Take no note."""
+
+    def spent(self, *_: object) -> None:
+        """Take no note."""
+
+    def exchanged(self, _operator: object, _layer: object, exchanges: Sequence[Exchange]) -> None:
+        """Note the requests."""
+        self.sent_ns += [exchange.sent_ns for exchange in exchanges]
 
 
-def _pump(
-    source: socket.socket,
-    target: socket.socket,
-    times: list[int] | None,
-    answered: threading.Event,
-) -> None:
-    with suppress(OSError):
-        while data := source.recv(2**20):
-            if times is None:
-                answered.set()
-            elif answered.is_set():
-                times.append(time.perf_counter_ns())
-                answered.clear()
-            target.sendall(data)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
-
-
-def generate(result: str, way: str, model: str, endpoint: str, policy: str, seed: str) -> None:
-    """Generate into this process's terminal, and write for each token whether it showed text."""
-    settings = RunnerSettings(Path(model), load_policy(policy), (endpoint,), threads=1)
-    with Runner(settings, tokenizer=Tokenizer(Path(model))) as runner:
-        sampling = SamplingSettings(temperature=1.0, seed=int(seed))
+def generate(
+    way: str, model: Path, endpoint: str, policy: str, seed: int
+) -> tuple[list[bool], list[int]]:
+    """Generate into a terminal; return of each token whether it showed text, and request times."""
+    ours, theirs = pty.openpty()
+    for stream_number in (1, 2):
+        os.dup2(theirs, stream_number)
+    # A process of its own, so that no thread of ours wakes up where text was shown.
+    subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL)
+    settings = RunnerSettings(model, load_policy(policy), (endpoint,), threads=1)
+    with Runner(settings, tokenizer=Tokenizer(model)) as runner:
+        requests = Requests()
+        runner.observe(requests)
+        sampling = SamplingSettings(temperature=1.0, seed=seed)
         generation = runner.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling)
         if way == "thread":
             stream(runner, generation, TextSettings(model=str(model)))
@@ -130,35 +118,15 @@ def generate(result: str, way: str, model: str, endpoint: str, policy: str, seed
                         drawn = now
         decoder = TextStream(runner.tokenizer)
         showed = [decoder.feed(token_id) != "" for token_id in generation.token_ids]
-    Path(result).write_text(json.dumps(showed))
-
-
-def _run(
-    relayed: list[list[int]], arguments: list[str], result: Path
-) -> tuple[list[bool], list[int]]:
-    """Run one generation in a process of its own; return what showed text, and request times."""
-    before = len(relayed)
-    ours, theirs = pty.openpty()
-    code = "from benchmarks.token_timing import generate; import sys; generate(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(result), *arguments]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as run:
-        os.close(theirs)
-        said = b""
-        with suppress(OSError):  # how Linux says that the other end is closed
-            while data := os.read(ours, 2**16):
-                said = (said + data)[-2000:]
-    os.close(ours)
-    if run.returncode:
-        raise RuntimeError(said.decode(errors="replace"))
-    return json.loads(result.read_text()), max(relayed[before:], key=len)
+    return showed, requests.sent_ns
 
 
 def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[bool, float]]]:
     """Return for each token but the first and last few whether it showed text, and its times."""
-    each = (len(requests) - 1) // len(showed)
-    if each * len(showed) + 1 != len(requests):  # one for Init
+    each = len(requests) // len(showed)
+    if each * len(showed) != len(requests):
         raise RuntimeError(f"{len(requests)} requests of {len(showed)} tokens")
-    first, last = requests[1::each], requests[each::each]
+    first, last = requests[::each], requests[each - 1 :: each]
     kept = range(8, len(showed) - 2)
     return {
         "gap": [(showed[n], (first[n + 1] - last[n]) / 1e3) for n in kept],
@@ -192,13 +160,13 @@ def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[flo
 def measure(options: Options, place: Place) -> Found:
     """Let both ways take turns. Raises TsqpError."""
     times = defaultdict[tuple[str, str], list[tuple[bool, float]]](list)
-    folder = place.folder
-    half_silent(folder / "model")
-    relayed = relay(f"{folder}/relay", place.service("demo").removeprefix("unix://"))
+    model, endpoint = place.folder / "model", place.service("demo")
+    half_silent(model)
     for seed in range(options.rounds):
         for way in WAYS if seed % 2 else WAYS[::-1]:
-            arguments = [way, f"{folder}/model", f"unix://{folder}/relay", options.policy]
-            found = intervals(*_run(relayed, [*arguments, str(seed)], folder / "result.json"))
+            found = intervals(
+                *in_fresh_process(generate, way, model, endpoint, options.policy, seed)
+            )
             for kind, values in found.items():
                 times[way, kind] += values
     report = {way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS}
