@@ -69,8 +69,7 @@ def _measure(model: Path, transport: str, rounds: int) -> Fields:
         policy, steps = load_policy(POLICY), _WARM_UP + rounds
         settings = [RunnerSettings(model, policy, tuple(gpu[:n]), threads=1) for n in _SERVICES]
         runners = [Repeated(place, one, tokens=_PROMPT, steps=steps) for one in settings]
-        rows = in_turns([one.timed_ms for one in runners], rounds, _WARM_UP)
-    times = [[ms for ms, _ in row] for row in rows]
+        times = in_turns([one.timed_ms for one in runners], rounds, _WARM_UP)
     noise, two_to_one = _noise(times), _ratio(times, _TWO)
     return noted(
         "{transport}: {one_ms:.2f} ms a token; two to one {two_to_one:.3f}, noise {noise:.3f}",

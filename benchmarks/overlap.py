@@ -47,14 +47,12 @@ from tee_side.policy.placement import load_policy
 from tee_side.runner import RunnerSettings
 from tee_side.words import Phase
 from tsqp.lab.bench.shapes import find_shape
-from tsqp.lab.bench.worker import observed
 from tsqp.lab.measure import in_turns
 
 POLICY = "attention-in-tee"
 # Of a profile: as good as no time at all, and still a rate that it may have.
 _ENDLESS = 1e8
-_WARM_UP, _OBSERVED = 2, 3
-_VOCABULARY = ("embedding", "lm_head")
+_WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -117,22 +115,12 @@ def matching_profile(config: ModelConfig, rows: int, target_us: float, bound: st
     return at((slow_us - bus_us) / (target_us - bus_us))
 
 
-def _observed_ms(repeated: Repeated) -> tuple[float, float]:
-    """Return ms a step of Embedding and LM head in the TEE, and of the GPU as it claims."""
-    runs = (observed(repeated.runner, repeated.step) for _ in range(_OBSERVED))
-    costs = [cost for ((_, step, _),) in runs for cost in step]
-    heavy = (c.stages.tee_us for c in costs if c.place == "tee" and c.operator in _VOCABULARY)
-    claimed = (c.stages.gpu_us for c in costs)
-    return sum(heavy) / 1e3 / _OBSERVED, sum(claimed) / 1e3 / _OBSERVED
-
-
 def measure_case(model: Path, case: StepKind, transport: str, options: Options) -> Fields:
     """Measure one case over one transport: medians of steps that took turns. Raises TsqpError.
 
-    `gpu_ms`: what the profile takes for the step by its own account, undivided and cut;
-    `gpu_claimed_ms`: what the service says that it took. `vocabulary_ms`: of the step, Embedding
-    and LM head in the TEE, undivided and cut. `ratio`: serial / overlapped. `balance`: how far
-    T was, while they took turns, from what the profile was made for.
+    `gpu_ms`: what the profile takes for the step by its own account, undivided and cut. `ratio`:
+    serial / overlapped. `balance`: how far T was, while they took turns, from what the profile was
+    made for.
     """
     prefill = case.phase == "prefill"
     repeats = options.repeats if prefill else options.decode_steps
@@ -151,12 +139,12 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Options) 
                 engine=EngineSettings(step_tokens=case.tokens * case.batch),
             )
             # The first one has two medians.
-            steps = 0 if prefill else 2 * (_WARM_UP + repeats) + _OBSERVED + 2
+            steps = 0 if prefill else 2 * (_WARM_UP + repeats)
             return Repeated(place, settings, tokens=case.tokens, batch=case.batch, steps=steps)
 
         null = contender("null", 1)
         config = null.runner.config
-        target_ms = median(ms for ((ms, _),) in in_turns([null.timed_ms], repeats, _WARM_UP))
+        target_ms = median(ms for (ms,) in in_turns([null.timed_ms], repeats, _WARM_UP))
         rows = case.tokens if prefill else case.batch
         profile = matching_profile(config, rows, target_ms * 1e3, case.bound)
         fields = profile.model_dump()
@@ -166,8 +154,7 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Options) 
         overlapped = contender(f"model:{file}", case.micro_batches)
         three = [null, serial, overlapped]
         timed = in_turns([one.timed_ms for one in three], repeats, _WARM_UP)
-        null_ms, serial_ms, overlapped_ms = (median(row[n][0] for row in timed) for n in range(3))
-        vocabulary_ms, claimed_ms = zip(_observed_ms(serial), _observed_ms(overlapped), strict=True)
+        null_ms, serial_ms, overlapped_ms = (median(row[n] for row in timed) for n in range(3))
     bounds = [rows * part // case.micro_batches for part in range(case.micro_batches + 1)]
     cut_us = sum(gpu_us(profile, config, stop - start) for start, stop in pairwise(bounds))
     return {
@@ -177,8 +164,6 @@ def measure_case(model: Path, case: StepKind, transport: str, options: Options) 
         "serial_ms": serial_ms,
         "overlapped_ms": overlapped_ms,
         "gpu_ms": [gpu_us(profile, config, rows) / 1e3, cut_us / 1e3],
-        "gpu_claimed_ms": claimed_ms,
-        "vocabulary_ms": vocabulary_ms,
         "runs": repeats,
         "balance": null_ms / target_ms - 1,
         "ratio": serial_ms / overlapped_ms,

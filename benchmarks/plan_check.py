@@ -11,11 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import median
-
-import torch
 
 from benchmarks.harness import CORES, Fields, Found, Options, Place, chosen, main, noted, say
 from gpu_side.devices import DeviceProfile, find_profile
@@ -23,7 +19,6 @@ from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.measure import elapsed_us
 from tsqp.lab.plan.costs import PlanSettings
 from tsqp.lab.plan.fit import Machine, fit_machine
 from tsqp.lab.plan.planning import Planning
@@ -36,7 +31,6 @@ SLOW = DeviceProfile(
 TOLERANCE = 0.2
 _REPEATS = 5
 _DECODE_STEPS = 40
-_YARDSTICKS = 40
 
 
 @dataclass(frozen=True)
@@ -135,11 +129,8 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
         ),
         say,
     )
-    steady = [yardstick_ms()]
     (planned,) = planning.run().policies
-    steady.append(yardstick_ms())
     bench.run()
-    steady.append(yardstick_ms())
     (measured,) = bench.report().policies
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
@@ -147,7 +138,7 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
         predicted_ms = prediction.total_us / 1e3
         line = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
         yield noted(
-            line + " ({error:+.1%}), yardstick {yardstick_ms} ms",
+            line + " ({error:+.1%})",
             {
                 "case": case.name,
                 "shape": case.shape,
@@ -168,20 +159,8 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
                 "runs": found.step_ms.runs,
                 "error": round(predicted_ms / found.step_ms.median - 1, 4),
                 "bottleneck": prediction.bottleneck,
-                "yardstick_ms": steady,
             },
         )
-
-
-def yardstick_ms() -> float:
-    """Return the time of a fixed product, before and after each part of a case.
-
-    Where it changes, the machine did something else, too, and the comparison says little.
-    """
-    weight = torch.ones(16384, 4096, dtype=torch.bfloat16)
-    row = torch.ones(1, 4096, dtype=torch.bfloat16)
-    product = partial(torch.nn.functional.linear, row, weight)
-    return round(median(elapsed_us(product) for _ in range(_YARDSTICKS)) / 1e3, 2)
 
 
 def measure(options: Options, place: Place) -> Found:

@@ -41,19 +41,10 @@ LEFT_OUT = (
     " or empty are left out"
 )
 
-Shorten = Callable[[Any], dict[str, Any]]
-
 
 def with_machine(document: Any) -> dict[str, Any]:
     """Put the machine beside what does not say on what it was measured."""
     return {"machine": describe_machine(), "results": document}
-
-
-def as_it_is(document: Any) -> dict[str, Any]:
-    """Take a whole document, which has to be an object."""
-    if not isinstance(document, dict):
-        raise SettingsError("a result", got=type(document).__name__, expected="a JSON object")
-    return document
 
 
 def without_layers(document: Any) -> dict[str, Any]:
@@ -68,15 +59,15 @@ def without_layers(document: Any) -> dict[str, Any]:
         str(report.incomplete),
         "a complete report",
     )
-    runs = []
-    for run in report.policies:
-        cases = tuple(
-            case.model_copy(update={"operators": tuple(map(_added_up, by_operator(case)))})
-            for case in run.cases
-        )
-        runs.append(run.model_copy(update={"timelines": (), "cases": cases}))
-    short = report.model_copy(update={"policies": tuple(runs)})
-    return {"left_out": LEFT_OUT, "report": short.model_dump(mode="json", exclude_defaults=True)}
+    short = report.model_dump(mode="json", exclude_defaults=True)
+    for run, kept in zip(report.policies, short["policies"], strict=True):
+        kept.pop("timelines", None)
+        for case, shown in zip(run.cases, kept["cases"], strict=True):
+            totals = map(_added_up, by_operator(case))
+            shown["operators"] = [
+                one.model_dump(mode="json", exclude_defaults=True) for one in totals
+            ]
+    return {"left_out": LEFT_OUT, "report": short}
 
 
 def _added_up(total: OperatorCost) -> OperatorCost:
@@ -93,7 +84,7 @@ class ResultFile:
 
     name: str
     command: tuple[str, ...]
-    shorten: Shorten = as_it_is
+    shorten: Callable[[Any], dict[str, Any]] = dict
     talks: bool = True
     may_miss: bool = False
 

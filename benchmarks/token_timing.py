@@ -98,7 +98,7 @@ def generate(
     for stream_number in (1, 2):
         os.dup2(theirs, stream_number)
     # A process of its own, so that no thread of ours wakes up where text was shown.
-    subprocess.Popen(["cat"], stdin=ours, stdout=subprocess.DEVNULL)
+    subprocess.Popen(["/bin/cat"], stdin=ours, stdout=subprocess.DEVNULL)
     settings = RunnerSettings(model, load_policy(policy), (endpoint,), threads=1)
     with Runner(settings, tokenizer=Tokenizer(model)) as runner:
         requests = Requests()

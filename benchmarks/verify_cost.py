@@ -11,8 +11,7 @@ costs the same whatever the numbers are.
 `tee_ms`: a step with checks less wire, queue and service. `share`: how much longer a step takes
 with the checks, of that; exit status 1 if it is more than 15 %. `check_ms`: what an observer notes
 as `mask`, `verify` and `unmask` with the checks, less what it notes without them: not all that
-checks cost, as what they push out of the caches is missing elsewhere. `*_cpu_ms`: processor time of
-the trusted side, all of it, without an observer.
+checks cost, as what they push out of the caches is missing elsewhere.
 """
 
 from __future__ import annotations
@@ -79,15 +78,12 @@ def _measure_batch(
         seen = in_turns([partial(_observed_ms, one) for one in both], options.steps)
         secrets = both[0].runner._assembly._secrets
     vectors = secrets.vectors.values() if isinstance(secrets, Secrets) else ()
-    verified, believed = ([row[n] for row in timed] for n in range(2))
-    verified_ms, believed_ms = (median(ms for ms, _ in found) for found in (verified, believed))
+    verified_ms, believed_ms = (median(row[n] for row in timed) for n in range(2))
     tee_ms = median(ms for (_, ms), _ in seen)
     return {
         "batch": batch,
         "verified_ms": verified_ms,
         "believed_ms": believed_ms,
-        "verified_cpu_ms": median(cpu_ms for _, cpu_ms in verified),
-        "believed_cpu_ms": median(cpu_ms for _, cpu_ms in believed),
         "check_ms": median(ms for (ms, _), _ in seen) - median(ms for _, (ms, _) in seen),
         "tee_ms": tee_ms,
         "share": (verified_ms - believed_ms) / tee_ms,
