@@ -61,7 +61,7 @@ def without_layers(document: Any) -> dict[str, Any]:
     )
     short = report.model_dump(mode="json", exclude_defaults=True)
     for run, kept in zip(report.policies, short["policies"], strict=True):
-        kept.pop("timelines", None)
+        kept["timelines"] = []
         for case, shown in zip(run.cases, kept["cases"], strict=True):
             totals = map(_added_up, by_operator(case))
             shown["operators"] = [
