@@ -47,7 +47,6 @@ from tsqp.demo.verdict import (
     compare_integers,
     compare_served,
     lie_panel,
-    match,
     operators_table,
     tokens_of,
     transformers_tokens,
@@ -212,14 +211,13 @@ class Stage:
         )
         tokens = tokens_of(policy.name, report, logits)
         story.rstrip()
-        # The last token is sampled, and never goes through the model.
-        sent = report["prompt_token_ids"] + tokens.ids[:-1]
-        reading = match(self._matcher, feed.inputs, sent)
+        said = str(story).removeprefix(self._prompt)
+        reading = self._matcher.read(feed.inputs, report["prompt_token_ids"], said)
         count, per_token = len(tokens.ids), report["timing"]["tpot_s"]
         pace = f", {1 / per_token:.0f} a second" if per_token else ""
         subtitle = f"{count} token{'s' if count != 1 else ''}{pace}"
         console.print(panel(subtitle=subtitle, reading=reading))
-        return Act(policy, report, tokens, str(story).removeprefix(self._prompt), feed.requests)
+        return Act(policy, report, tokens, said, feed.requests)
 
     @contextmanager
     def _live(self, panel: Callable[[], Panel]) -> Iterator[Callable[[], None]]:

@@ -24,7 +24,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
 from tsqp.demo.programs import DTYPE, Lie, TapFeed
-from tsqp.page.seen import ByteSummary, Seen, VocabularyMatcher, summarise
+from tsqp.page.seen import ByteSummary, Seen, VocabularyReading, summarise
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import model_directory
 from tsqp.tables import definitions, table
@@ -42,15 +42,6 @@ class Tokens:
     name: str
     ids: list[int]
     logits: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Matched:
-    """What vocabulary matching found. `right`: how many tokens are; None where rows are others."""
-
-    text: str
-    tokens: int
-    right: int | None
 
 
 @dataclass(frozen=True)
@@ -199,23 +190,6 @@ def clear_reference(policy: Policy, folder: Path) -> str:
     return str(path)
 
 
-def match(
-    matcher: VocabularyMatcher, inputs: Sequence[torch.Tensor], truth: Sequence[int]
-) -> Matched | None:
-    """Match rows [.., D] of the first layer's inputs with the vocabulary; None without rows.
-
-    `truth`: ids of all tokens that went through the model; where less was sent, the last ones.
-    """
-    if not inputs:
-        return None
-    ids = matcher.nearest(inputs)
-    expected = list(truth)[-len(ids) :]
-    right = None
-    if len(expected) == len(ids):
-        right = sum(a == b for a, b in zip(ids, expected, strict=True))
-    return Matched(matcher.tokenizer.decode(ids), len(ids), right)
-
-
 _BARS = " ▁▂▃▄▅▆▇█"
 _ASCII_BARS = " .:-=+*%#"
 _BUCKETS = 64
@@ -265,7 +239,7 @@ def act_panel(
     services: int = 1,
     broken: bool = False,
     subtitle: str | None = None,
-    reading: Matched | None = None,
+    reading: VocabularyReading | None = None,
 ) -> Panel:
     """Show the story, and what the GPU received for it.
 
@@ -381,15 +355,13 @@ def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> list[tuple[str,
     return [("bytes", said), ("00 to ff", Text(drawn, style="cyan", no_wrap=True))]
 
 
-def _reading(reading: Matched, broken: bool) -> Text:
+def _reading(reading: VocabularyReading, broken: bool) -> Text:
     text = " ".join(reading.text.split())
     if len(text) > _READING_CHARACTERS:
         text = text[:_READING_CHARACTERS].rstrip() + " ..."
-    what = (
-        f"{reading.tokens} rows, more than tokens, matched"
-        if reading.right is None
-        else f"{reading.right} of {reading.tokens} tokens recovered by matching"
-    )
+    what = f"{reading.right} of {reading.rows} tokens recovered by matching"
+    if not reading.better:
+        what += ", no more than by chance,"
     stronger = " (stronger attacks are known)" if broken else ""
     return Text.assemble(f"{what} with the public weights{stronger}: ", (text, "italic"))
 
