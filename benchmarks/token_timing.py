@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -30,13 +29,12 @@ import numpy as np
 from scipy.stats import rankdata
 
 from benchmarks.harness import Found, Options, Place, main
-from protocol.prepared import Exchange
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import TextStream, Tokenizer
-from tee_side.observer import Observer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
+from tsqp.lab.bench.worker import Collector
 from tsqp.lab.measure import in_fresh_process
 from tsqp.run.settings import TextSettings, model_directory
 
@@ -69,31 +67,10 @@ def half_silent(directory: Path) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-class Requests:
-    """An observer that notes when requests are sent, in ns, and nothing else."""
-
-    def __init__(self) -> None:
-        self.sent_ns: list[int] = []
-
-    def lane(self, _index: int) -> Observer:
-        """Return itself: there is one micro-batch."""
-        return self
-
-    def called(self, *_: object) -> None:
-        """Take no note."""
-
-    def spent(self, *_: object) -> None:
-        """Take no note."""
-
-    def exchanged(self, _operator: object, _layer: object, exchanges: Sequence[Exchange]) -> None:
-        """Note the requests."""
-        self.sent_ns += [exchange.sent_ns for exchange in exchanges]
-
-
 def generate(
     way: str, model: Path, endpoint: str, policy: str, seed: int
-) -> tuple[list[bool], list[int]]:
-    """Generate into a terminal; return of each token whether it showed text, and request times."""
+) -> tuple[list[bool], list[float]]:
+    """Generate into a terminal; return which tokens showed text, and when requests went, in us."""
     ours, theirs = pty.openpty()
     for stream_number in (1, 2):
         os.dup2(theirs, stream_number)
@@ -101,8 +78,8 @@ def generate(
     subprocess.Popen(["/bin/cat"], stdin=ours, stdout=subprocess.DEVNULL)
     settings = RunnerSettings(model, load_policy(policy), (endpoint,), threads=1)
     with Runner(settings, tokenizer=Tokenizer(model)) as runner:
-        requests = Requests()
-        runner.observe(requests)
+        collector = Collector(keep_spans=True)
+        runner.observe(collector)
         sampling = SamplingSettings(temperature=1.0, seed=seed)
         generation = runner.generate(PROMPT, max_new_tokens=TOKENS, sampling=sampling)
         if way == "thread":
@@ -118,10 +95,12 @@ def generate(
                         drawn = now
         decoder = TextStream(runner.tokenizer)
         showed = [decoder.feed(token_id) != "" for token_id in generation.token_ids]
-    return showed, requests.sent_ns
+    # The wire has two pieces of each request: there and back.
+    wire = [span.start_us for span in collector.spans() if span.stage == "wire"]
+    return showed, wire[::2]
 
 
-def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[bool, float]]]:
+def intervals(showed: list[bool], requests: list[float]) -> dict[str, list[tuple[bool, float]]]:
     """Return for each token but the first and last few whether it showed text, and its times."""
     each = len(requests) // len(showed)
     if each * len(showed) != len(requests):
@@ -129,8 +108,8 @@ def intervals(showed: list[bool], requests: list[int]) -> dict[str, list[tuple[b
     first, last = requests[::each], requests[each - 1 :: each]
     kept = range(8, len(showed) - 2)
     return {
-        "gap": [(showed[n], (first[n + 1] - last[n]) / 1e3) for n in kept],
-        "step": [(showed[n], (first[n + 2] - first[n + 1]) / 1e3) for n in kept],
+        "gap": [(showed[n], first[n + 1] - last[n]) for n in kept],
+        "step": [(showed[n], first[n + 2] - first[n + 1]) for n in kept],
     }
 
 
