@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpu_side.cuda.kernels import device_kernels
+from gpu_side.cuda.products import device_kernels
 from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
 from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
 from gpu_side.served_model import ServedModel

@@ -14,14 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.cuda.device import Event
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
 from gpu_side.served_model import OPERATOR_OF
 from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
@@ -51,15 +49,9 @@ WeightRequest: TypeAlias = LinearRequest | RingLinearRequest | LMHeadRequest | R
 _SMALLEST_ZEROS = 2**16
 
 
-class Working(Protocol):
-    """What an accelerator was given; the host has other things to do meanwhile."""
-
-    def ends_ns(self) -> int:
-        """Return when it ends or ended (perf_counter_ns), or when to ask again.
-
-        Raises RuntimeError where the device has failed.
-        """
-
+# What an accelerator was given; the host has other things to do meanwhile. Returns when it ends or
+# ended (perf_counter_ns), or when to ask again. Raises RuntimeError where the device has failed.
+Working: TypeAlias = Callable[[], int]
 
 # A reply, and what has to end before its tensors may be read; None: nothing.
 Result: TypeAlias = tuple[Response, Working | None]
@@ -120,41 +112,38 @@ def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def _record(device: torch.device) -> Event:
+def _record(device: torch.device) -> Callable[[], bool]:
     # The device's own stream: the current device may be another.
-    event: Event = torch.cuda.current_stream(device).record_event()
-    return event
+    return torch.cuda.current_stream(device).record_event().query
 
 
-class Queued:
-    """What stands in a stream before an event: work of which only the device knows when it ends.
+def queued(
+    query: Callable[[], bool], spin_us: float = 0.0, ended: Callable[[], None] | None = None
+) -> Working:
+    """Return work that stands in a stream before an event: only the device knows when it ends.
 
+    `query`: says whether the device has got to the event; raises RuntimeError where it has failed.
     `spin_us`: for how long to ask again without a pause; the loop looks for messages in between.
     `ended`: what is left to do then, on the host.
     """
+    began_ns, spin_ns = time.perf_counter_ns(), int(spin_us * 1000)
+    ended_ns = 0
 
-    def __init__(
-        self, event: Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
-    ) -> None:
-        self._event = event
-        self._ended = ended
-        self._began_ns = time.perf_counter_ns()
-        self._spin_ns = int(spin_us * 1000)
-        self._ended_ns = 0
-
-    def ends_ns(self) -> int:
-        """See `Working.ends_ns`."""
-        if not self._ended_ns:
+    def ends_ns() -> int:
+        nonlocal ended_ns
+        if not ended_ns:
             now_ns = time.perf_counter_ns()
-            if not self._event.query():
-                taken_ns = now_ns - self._began_ns
-                if taken_ns < self._spin_ns:
+            if not query():
+                taken_ns = now_ns - began_ns
+                if taken_ns < spin_ns:
                     return now_ns + 1
                 return now_ns + max(_ASK_AGAIN_NS, taken_ns // _ASK_AGAIN_PART)
-            if self._ended is not None:
-                self._ended()
-            self._ended_ns = now_ns
-        return self._ended_ns
+            if ended is not None:
+                ended()
+            ended_ns = now_ns
+        return ended_ns
+
+    return ends_ns
 
 
 class PinnedStaging(Transfer):
@@ -170,7 +159,7 @@ class PinnedStaging(Transfer):
         spin_us: float = 0.0,
         *,
         empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        record: Callable[[torch.device], Event] = _record,
+        record: Callable[[torch.device], Callable[[], bool]] = _record,
     ) -> None:
         self._device = device
         self._spin_us = spin_us
@@ -189,11 +178,11 @@ class PinnedStaging(Transfer):
         """See `Transfer.to_host`."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        return pinned, Queued(self._record(self._device), self._spin_us)
+        return pinned, queued(self._record(self._device), self._spin_us)
 
 
 def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:
-    """Return what carries tensors to a device. `spin_us`: see `Queued`."""
+    """Return what carries tensors to a device. `spin_us`: see `queued`."""
     return PinnedStaging(device, spin_us) if device.type == "cuda" else Transfer()
 
 
@@ -318,16 +307,6 @@ def _there(held: T | None) -> T:
     return held
 
 
-@dataclass(frozen=True, slots=True)
-class _Modelled:
-    """Work that takes as long as was computed before."""
-
-    end_ns: int
-
-    def ends_ns(self) -> int:
-        return self.end_ns
-
-
 class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
@@ -383,8 +362,13 @@ class NullKernels:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""
         if self._profile is None:
             return None
-        self._free_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
-        return _Modelled(self._free_ns)
+        end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
+        self._free_ns = end_ns
+
+        def ends_ns() -> int:
+            return end_ns
+
+        return ends_ns
 
 
 def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:

@@ -261,7 +261,7 @@ class RequestLoop:
     def _left_ns(self, until_ns: int | None) -> int:
         """Say how long the accelerator works on the first request, or when to ask again."""
         try:
-            ends_ns = self._underway[0].work.ends_ns()
+            ends_ns = self._underway[0].work()
         except RuntimeError:
             return 0  # it has failed, as `_send_what_ended` will find
         return (ends_ns if until_ns is None else min(ends_ns, until_ns)) - time.perf_counter_ns()
@@ -272,7 +272,7 @@ class RequestLoop:
         while underway:
             incoming, opened, response, work, given_ns = underway[0]
             try:
-                ends_ns = work.ends_ns()
+                ends_ns = work()
             except RuntimeError:
                 self._send_failure(listener, incoming, opened)
             else:

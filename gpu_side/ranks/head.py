@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gpu_side.cuda.kernels import device_kernels
+from gpu_side.cuda.products import device_kernels
 from gpu_side.event_log import log
 from gpu_side.handler import Served
 from gpu_side.kernels import Kernel, Result, Working
@@ -231,21 +231,6 @@ class Ranks:
             ) from None
 
 
-class _OfAll:
-    """Work on a GPU that goes on when the other ranks' parts have come; if they do, in time."""
-
-    def __init__(self, ranks: Ranks, working: Working) -> None:
-        self._ranks, self._working = ranks, working
-        self._until_ns = time.perf_counter_ns() + int(COMPUTE_S * 1e9)
-
-    def ends_ns(self) -> int:
-        """See `Working.ends_ns`."""
-        ends_ns, now_ns = self._working.ends_ns(), time.perf_counter_ns()
-        if ends_ns > now_ns and (self._ranks.failure is not None or now_ns > self._until_ns):
-            raise RuntimeError(str(self._ranks.fail(None, "no reply")))
-        return ends_ns
-
-
 class RankKernels:
     """Products by all ranks; what needs no weight, by the head alone."""
 
@@ -278,9 +263,21 @@ class RankKernels:
                 header, getattr(request, field), others, lambda: own(request)
             )
             reply, working = self._own.transfer.reply(join([first, *others]), task)
-            return reply, None if working is None else _OfAll(self._ranks, working)
+            return reply, None if working is None else self._of_all(working)
 
         return kernel
+
+    def _of_all(self, working: Working) -> Working:
+        """Return work on a GPU that goes on once the others' parts have come; if they do, in time."""
+        ranks, until_ns = self._ranks, time.perf_counter_ns() + int(COMPUTE_S * 1e9)
+
+        def ends_ns() -> int:
+            ends_ns, now_ns = working(), time.perf_counter_ns()
+            if ends_ns > now_ns and (ranks.failure is not None or now_ns > until_ns):
+                raise RuntimeError(str(ranks.fail(None, "no reply")))
+            return ends_ns
+
+        return ends_ns
 
     def _join(self, request: Computed) -> Callable[[list[torch.Tensor]], torch.Tensor]:
         """Return what makes one output of the ranks' parts."""

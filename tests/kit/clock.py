@@ -163,8 +163,7 @@ class Accelerator:
                 raise RuntimeError("canary")
             return now + 70_000 if self._asked and now < end_ns else end_ns
 
-        work: Any = SimpleNamespace(ends_ns=ends_ns)
-        return RESULT[0], work
+        return RESULT[0], ends_ns
 
 
 class Timed(Listener):

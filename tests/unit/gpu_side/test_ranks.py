@@ -169,7 +169,7 @@ def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
 def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = SimpleNamespace(ends_ns=lambda: 2**63)
+    work = Mock(return_value=2**63)
     with _joined(ranks) as together:
         transfer: Any = together._kernels._own.transfer
         reply = transfer.reply
@@ -182,15 +182,15 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
         ranks._has_ended(1, 0)
     assert working is not None
     assert late is not None
-    assert working.ends_ns() == 2**63
+    assert working() == 2**63
     assert ranks.failure is None
     with pytest.raises(RuntimeError, match="a rank: got no reply, expected one that goes on"):
-        late.ends_ns()
+        late()
     assert ranks.failure is not None
     with pytest.raises(RuntimeError, match="a rank: got no reply"):
-        working.ends_ns()
-    work.ends_ns = lambda: 0
-    assert working.ends_ns() == 0
+        working()
+    work.return_value = 0
+    assert working() == 0
 
 
 @patch.dict(os.environ)
