@@ -22,7 +22,7 @@ from torch.nn.functional import embedding, linear
 
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
 from gpu_side.served_model import OPERATOR_OF
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
@@ -385,8 +385,7 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
         case EmbeddingWork(tokens, hidden_size):
             kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
-        case SegmentWork(layers, linears, head):
-            works = (*linears * layers, *([] if head is None else [head]))
+        case works:
             sizes = ((work.rows, work.in_features, work.out_features) for work in works)
             kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)
     copies_us = profile.transfer_us(task.input_bytes) + profile.transfer_us(task.output_bytes)

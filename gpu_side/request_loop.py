@@ -16,7 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -105,14 +105,8 @@ _HEALTH_BYTES = 256
 _LOOK_NS = 200_000
 
 
-class _Underway(NamedTuple):
-    """A request that an accelerator was given, and when (perf_counter_ns)."""
-
-    incoming: Incoming
-    opened: OpenedRequest
-    response: Response
-    work: Working
-    given_ns: int
+# A request that an accelerator was given, and when (perf_counter_ns).
+_Underway: TypeAlias = tuple[Incoming, OpenedRequest, Response, Working, int]
 
 
 class RequestLoop:
@@ -220,16 +214,16 @@ class RequestLoop:
                 self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
                 refused += 1
             else:
-                for full in self._queue.put(incoming):
-                    opened = self._refuse(listener, full.incoming, ErrorCode.QUEUE_FULL)
+                for full, limit, requested, available in self._queue.put(incoming):
+                    opened = self._refuse(listener, full, ErrorCode.QUEUE_FULL)
                     log.warning(
                         "queue_full",
-                        **_fields(full.incoming, opened),
+                        **_fields(full, opened),
                         code=ErrorCode.QUEUE_FULL.value,
-                        limit=f"max_queued_{full.limit}",
-                        allowed=getattr(self._queue.limits, full.limit),
-                        requested=full.requested,
-                        available=full.available,
+                        limit=f"max_queued_{limit}",
+                        allowed=getattr(self._queue.limits, limit),
+                        requested=requested,
+                        available=available,
                     )
                     refused += 1
             if refused >= MAX_REFUSED_AT_ONCE and time.perf_counter_ns() >= until:
@@ -260,8 +254,9 @@ class RequestLoop:
 
     def _left_ns(self, until_ns: int | None) -> int:
         """Say how long the accelerator works on the first request, or when to ask again."""
+        *_, work, _ = self._underway[0]
         try:
-            ends_ns = self._underway[0].work()
+            ends_ns = work()
         except RuntimeError:
             return 0  # it has failed, as `_send_what_ended` will find
         return (ends_ns if until_ns is None else min(ends_ns, until_ns)) - time.perf_counter_ns()
@@ -317,7 +312,7 @@ class RequestLoop:
             else:
                 # What was received has been read, or copied: its memory can be used again.
                 incoming, opened = incoming._replace(frames=[]), opened._replace(frames=())
-                self._underway.append(_Underway(incoming, opened, response, work, started_ns))
+                self._underway.append((incoming, opened, response, work, started_ns))
 
     def _send_failure(self, listener: Listener, incoming: Incoming, opened: OpenedRequest) -> None:
         """Log the exception that is being handled, and reply that this request has failed."""

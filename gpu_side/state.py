@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Literal, NamedTuple
+from typing import Literal, TypeAlias
 
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.sessions import SessionTotals
@@ -43,17 +43,9 @@ class QueueLimits:
     total_bytes: int = ALL_CLIENTS * DEFAULT_MAX_MESSAGE_BYTES
 
 
-class Rejected(NamedTuple):
-    """A message that does not wait.
-
-    `limit`: which field of the limits it hit; `requested`: what the message needs of it (requests
-    or bytes); `available`: what is left of it.
-    """
-
-    incoming: Incoming
-    limit: str
-    requested: int
-    available: int
+# A message that does not wait; which field of the limits it hit; what the message needs of it
+# (requests or bytes); and what is left of it.
+Rejected: TypeAlias = tuple[Incoming, str, int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,16 +77,16 @@ class FairQueue:
         client = self._clients.get(name)
         count, held = (0, 0) if client is None else (len(client.messages), client.size)
         if count >= limits.requests:
-            return (Rejected(incoming, "requests", 1, 0),)
+            return ((incoming, "requests", 1, 0),)
         if held + size > limits.bytes:
-            return (Rejected(incoming, "bytes", size, limits.bytes - held),)
+            return ((incoming, "bytes", size, limits.bytes - held),)
         refused: Sequence[Rejected] = ()
         if self.requests >= limits.total_requests or self.bytes + size > limits.total_bytes:
             victims = self._choose_victims(count + 1, held + size, size)
             if victims is None:
                 if self.requests >= limits.total_requests:
-                    return (Rejected(incoming, "total_requests", 1, 0),)
-                return (Rejected(incoming, "total_bytes", size, limits.total_bytes - self.bytes),)
+                    return ((incoming, "total_requests", 1, 0),)
+                return ((incoming, "total_bytes", size, limits.total_bytes - self.bytes),)
             refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
             self._clients[name] = client = _OfClient(name)
@@ -175,7 +167,7 @@ class FairQueue:
         if not client.messages:
             self._turns.remove(client)
             del self._clients[client.name]
-        return Rejected(incoming, limit, freed if limit == "total_bytes" else 1, 0)
+        return (incoming, limit, freed if limit == "total_bytes" else 1, 0)
 
 
 SUCCESS = "OK"

@@ -268,7 +268,7 @@ class RankKernels:
         return kernel
 
     def _of_all(self, working: Working) -> Working:
-        """Return work on a GPU that goes on once the others' parts have come; if they do, in time."""
+        """Return work on a GPU that goes on when all parts have come; if they do, in time."""
         ranks, until_ns = self._ranks, time.perf_counter_ns() + int(COMPUTE_S * 1e9)
 
         def ends_ns() -> int:
