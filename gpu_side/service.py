@@ -19,7 +19,7 @@ from gpu_side.event_log import limited, log
 from gpu_side.handler import Attest, RequestHandler, Served, served_zeros
 from gpu_side.kernels import NullKernels
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import OPTION, RankJob, RankPlace, by_torchrun, place_of, work
+from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, place_of, work
 from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
@@ -35,7 +35,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.messages import Arithmetic
+from protocol.messages import WHOLE, Arithmetic, Columns
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
 
@@ -141,14 +141,6 @@ class ServiceSettings:
         return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
 
     @property
-    def place(self) -> RankPlace:
-        """Which of its ranks this process is. Raises SettingsError."""
-        if self.tensor_parallel == 1:
-            return RankPlace(0, 1)
-        check_columns(read_config(self.model), (0, self.tensor_parallel), OPTION)
-        return place_of(self.tensor_parallel)
-
-    @property
     def limits(self) -> QueueLimits:
         """Limits of the queue. Raises SettingsError for such as can never be reached, or passed."""
         of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
@@ -213,15 +205,15 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     # Every connection takes a descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    place = settings.place
-    native.set_up(settings.kernels, settings.threads or place.threads)
-    device = parse_device(place.device(settings.device))
-    if place.rank:
+    place = WHOLE if settings.tensor_parallel == 1 else place_of(settings.tensor_parallel)
+    native.set_up(settings.kernels, _threads(settings))
+    device = parse_device(device_at(place, settings.device))
+    if place[0]:
         work(_job(settings, place, device))
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
     settings.sessions.check()
-    with limited(log.logger), _stop_signals() as stop:
+    with limited(log.logger), _stop_signals() as stop, ExitStack() as beside:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
@@ -234,7 +226,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         state = ServiceState(
             limits, device=str(device), clients_refused=lambda: listener.clients_refused
         )
-        beside = ExitStack()
         ranks: Ranks | None = None
         try:
             # At once: until then SIGHUP ends the process.
@@ -246,10 +237,15 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                 stop.note_list()
 
             beside.enter_context(rereads_list(allow, *allowed))
-            log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
+            lets_in: dict[str, Any] = {"lets_in": "anyone"}
+            if http is not None and http.tokens is not None:
+                lets_in = {"lets_in": len(http.tokens)}
+            elif keys is not None:
+                lets_in = {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
+            log.info("bound", endpoint=listener.endpoint, **lets_in)
             _serve_metrics(settings, state, beside)
             job = _job(settings, place, device)
-            if place.ranks > 1:
+            if place != WHOLE:
                 ranks = Ranks(job, stop, starts_them=not by_torchrun())
                 beside.callback(ranks.close)
                 ranks.start()
@@ -269,24 +265,14 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             pass  # as it was told
         finally:
             listener.close()
-            beside.close()
-        if ranks is not None and ranks.failure is not None:
-            raise ranks.failure
+    if ranks is not None and ranks.failure is not None:
+        raise ranks.failure
     log.info("stopped", endpoint=listener.endpoint)
 
 
 def _mib(size: int) -> float:
     """Return bytes as the command line has them."""
     return size / (1024 * 1024)
-
-
-def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, Any]:
-    """Log which clients may use the service, and by which key they know it."""
-    if http is not None and http.tokens is not None:
-        return {"lets_in": len(http.tokens)}
-    if keys is None:
-        return {"lets_in": "anyone"}
-    return {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
 
 
 def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitStack) -> None:
@@ -326,7 +312,7 @@ def _load(
     """Read the weights. Raises StoppedWhileLoadingError if a stop signal comes meanwhile."""
     began = logged = time.monotonic()
     config, layers = read_config(job.model), job.layers
-    several: dict[str, Any] = {} if ranks is None else {"ranks": job.place.ranks}
+    several: dict[str, Any] = {} if ranks is None else {"ranks": job.place[1]}
     log.info(
         "loading",
         model=job.model.name,
@@ -367,9 +353,16 @@ def _load(
     )
 
 
-def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
+def _threads(settings: ServiceSettings) -> int | None:
+    """Return how many a process uses: of several each has its share of the cores; None: all."""
+    ranks = settings.tensor_parallel
+    return settings.threads or (None if ranks == 1 else max(1, native.usable_cores() // ranks))
+
+
+def _job(settings: ServiceSettings, place: Columns, device: Device) -> RankJob:
     """Return what every rank is told, and a service that has no other ranks."""
     config = read_config(settings.model)
+    check_columns(config, (0, place[1]), OPTION)
     return RankJob(
         place=place,
         store=None,
@@ -378,7 +371,7 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
         dtype=settings.dtype or config.dtype,
         arithmetic=_arithmetic(settings, config, device),
         kernels=settings.kernels,
-        threads=settings.threads,
+        threads=_threads(settings),
         spin_us=settings.spin_us,
         layers=settings.layers,
         max_message_bytes=settings.max_message_bytes,

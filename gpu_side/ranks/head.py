@@ -27,7 +27,7 @@ from gpu_side.cuda.products import device_kernels
 from gpu_side.event_log import log
 from gpu_side.handler import Served
 from gpu_side.kernels import Kernel, Result, Working
-from gpu_side.ranks.worker import Group, RankJob, RankPlace
+from gpu_side.ranks.worker import Group, RankJob
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transport.listener import Incoming
@@ -54,16 +54,6 @@ _TIMES = 10.0
 _END_S = 10.0
 # A connection ends with its process, whose end is known a moment later.
 _NOTICE_S = 1.0
-
-
-def _how_it_ended(status: int) -> str:
-    """Say how a process has ended, by its exit status."""
-    if status >= 0:
-        return f"a process that ended with {status}"
-    try:
-        return f"a process killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"a process killed by signal {-status}"
 
 
 class Ranks:
@@ -93,16 +83,15 @@ class Ranks:
         """
         if self._folder is None:
             return
-        for rank in range(1, self.job.place.ranks):
-            place = RankPlace(rank, self.job.place.ranks)
-            its_job = self.job.model_copy(update={"place": place})
+        _, ranks = self.job.place
+        for rank in range(1, ranks):
+            its_job = self.job.model_copy(update={"place": (rank, ranks)})
             command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
-            threads = str(self.job.threads or place.threads)
             process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
                 [*command, its_job.model_dump_json()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
+                env={**os.environ, "OMP_NUM_THREADS": str(self.job.threads)},
             )
 
             def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
@@ -136,7 +125,7 @@ class Ranks:
                 said, _ = group.receive(rank, timedelta(seconds=LOAD_S))
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
-        model = replace(weights, columns=WHOLE, ranks=self.job.place.ranks)
+        model = replace(weights, columns=WHOLE, ranks=self.job.place[1])
         return Served(model, RankKernels(self, weights))
 
     def compute(
@@ -203,7 +192,9 @@ class Ranks:
 
     def _has_ended(self, rank: int, status: int) -> None:
         if not self._ending:
-            self.fail(rank, _how_it_ended(status))
+            names = {-number: number.name for number in signal.Signals}
+            how = f"killed by {names.get(status, f'signal {-status}')}"
+            self.fail(rank, f"a process {how if status < 0 else f'that ended with {status}'}")
 
     @contextmanager
     def _of_others(self, got: str) -> Iterator[None]:
@@ -238,7 +229,7 @@ class RankKernels:
         self._ranks = ranks
         self._own = device_kernels(weights, ranks.job.spin_us)
         self._device, self._dtype = weights.device, weights.dtype
-        count = ranks.job.place.ranks
+        _, count = ranks.job.place
         self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
         self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
 
