@@ -63,17 +63,16 @@ class DeviceProfile(BaseModel):
         `itemsize`: bytes of an element of weights and activations. `integer`: the product in the
         ring Z_2^32 with int8 weights, for which `itemsize` is not used.
         """
+        if not integer:
+            return self.matmul_us(1, rows, in_features, out_features, itemsize)
+        moved = (
+            in_features * out_features
+            + rows * in_features * (_ACCUMULATOR_BYTES + 2 * DIGITS)
+            + rows * out_features * _ACCUMULATOR_BYTES * (2 * DIGITS + 1)
+        )
         products = 2.0 * rows * in_features * out_features
-        if integer:
-            moved = (
-                in_features * out_features
-                + rows * in_features * (_ACCUMULATOR_BYTES + 2 * DIGITS)
-                + rows * out_features * _ACCUMULATOR_BYTES * (2 * DIGITS + 1)
-            )
-            compute_us = products * DIGITS / (self.int8_tops * 1e6)
-            return _RING_KERNELS * self.launch_us + max(compute_us, self._memory_us(moved))
-        moved = in_features * out_features + rows * (in_features + out_features)
-        return self._float_us(products, moved, itemsize)
+        compute_us = products * DIGITS / (self.int8_tops * 1e6)
+        return _RING_KERNELS * self.launch_us + max(compute_us, moved / (self.gb_per_s * 1e3))
 
     def matmul_us(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the time of a batch of products [m, k] @ [k, n], all operands moved once."""
@@ -90,10 +89,8 @@ class DeviceProfile(BaseModel):
 
     def _float_us(self, operations: float, elements: int, itemsize: int) -> float:
         rate = self.tflops / 2 if itemsize > 2 else self.tflops
-        return self.launch_us + max(operations / (rate * 1e6), self._memory_us(elements * itemsize))
-
-    def _memory_us(self, size_bytes: int) -> float:
-        return size_bytes / (self.gb_per_s * 1e3)
+        memory_us = elements * itemsize / (self.gb_per_s * 1e3)
+        return self.launch_us + max(operations / (rate * 1e6), memory_us)
 
 
 # Rates and bandwidths are the vendor's peak figures, dense (half of those that a datasheet gives

@@ -37,6 +37,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     TensorReply,
+    part_of,
     tensor_reply,
 )
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
@@ -114,7 +115,8 @@ def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 def _record(device: torch.device) -> Callable[[], bool]:
     # The device's own stream: the current device may be another.
-    return torch.cuda.current_stream(device).record_event().query
+    query: Callable[[], bool] = torch.cuda.current_stream(device).record_event().query
+    return query
 
 
 def queued(
@@ -267,7 +269,7 @@ class TorchKernels:
         table, part = _there(self._weights.embedding), self._weights.part
         if len(table) == part.vocabulary:
             return embedding(ids, table)
-        own = ids - part.first_id
+        own = ids - part_of(part.vocabulary, *part.columns).start
         elsewhere = (own < 0) | (own >= len(table))
         rows = embedding(own.masked_fill(elsewhere, 0), table)
         return rows.masked_fill(elsewhere[..., None], 0.0)
@@ -351,12 +353,11 @@ class NullKernels:
     def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
         """Return how long the attention of one layer and sequence takes, 0 without a profile.
 
-        Two products for each of `heads`, of so many rows by so many keys.
+        Two products for each of `heads`, of so many rows by so many keys, which take as long.
         """
         if (profile := self._profile) is None:
             return 0.0
-        sizes = ((rows, head_dim, context), (rows, context, head_dim))
-        return sum(profile.matmul_us(heads, *size, self.dtype.itemsize) for size in sizes)
+        return 2 * profile.matmul_us(heads, rows, head_dim, context, self.dtype.itemsize)
 
     def works_for(self, duration_us: float) -> Working | None:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""

@@ -118,23 +118,11 @@ class PartConfig(ModelConfig):
     columns: Columns
     vocabulary: int
 
-    @classmethod
-    def of(cls, config: ModelConfig, columns: Columns) -> PartConfig:
-        """Return the configuration of a part."""
-        part = part_of(config.vocab_size, *columns)
-        fields = dict(config) | {"vocab_size": part.stop - part.start}
-        return cls(**fields, columns=columns, vocabulary=config.vocab_size)
-
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """See `ModelConfig.module_shape`; the out_features are the part's."""
         out_features, in_features = super().module_shape(module)
         part = part_of(out_features, *self.columns)
         return part.stop - part.start, in_features
-
-    @property
-    def first_id(self) -> int:
-        """The first token id of the part's vocabulary."""
-        return int(part_of(self.vocabulary, *self.columns).start)
 
 
 def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
@@ -180,7 +168,10 @@ class ServedModel:
     @property
     def part(self) -> PartConfig:
         """The configuration whose output sizes are those of what is held."""
-        return PartConfig.of(self.config, self.columns)
+        vocabulary = self.config.vocab_size
+        part = part_of(vocabulary, *self.columns)
+        fields = dict(self.config) | {"vocab_size": part.stop - part.start}
+        return PartConfig(**fields, columns=self.columns, vocabulary=vocabulary)
 
     @property
     def has_embedding(self) -> bool:

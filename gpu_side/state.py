@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -65,16 +65,15 @@ class FairQueue:
         # Of all clients.
         self.requests = 0
         self.bytes = 0
-        # Those with something waiting, and the same in the order of their turns.
-        self._clients: dict[bytes, _OfClient] = {}
-        self._turns: deque[_OfClient] = deque()
+        # Those with something waiting, in the order of their turns.
+        self._turns: OrderedDict[bytes, _OfClient] = OrderedDict()
         self._served = b""
 
     def put(self, incoming: Incoming) -> Sequence[Rejected]:
         """Let a message wait; return what does not: this one, or others in its place."""
         limits, size = self.limits, sum(map(len, incoming.frames))
         name = incoming.client
-        client = self._clients.get(name)
+        client = self._turns.get(name)
         count, held = (0, 0) if client is None else (len(client.messages), client.size)
         if count >= limits.requests:
             return ((incoming, "requests", 1, 0),)
@@ -89,25 +88,21 @@ class FairQueue:
                 return ((incoming, "total_bytes", size, limits.total_bytes - self.bytes),)
             refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
-            self._clients[name] = client = _OfClient(name)
-            self._turns.append(client)
+            client = self._turns[name] = _OfClient(name)
         client.messages.append((incoming, size))
         self._count(client, 1, size)
         return refused
 
     def take(self) -> Incoming:
-        """Return the message whose turn it is. Raises IndexError where nothing waits."""
+        """Return the message whose turn it is. Raises KeyError where nothing waits."""
         turns = self._turns
-        if turns[0].name == self._served and len(turns) > 1:
-            turns.rotate(-1)
-        client = turns.popleft()
+        if next(iter(turns), None) == self._served and len(turns) > 1:
+            turns.move_to_end(self._served)
+        self._served, client = turns.popitem(last=False)
         incoming, size = client.messages.popleft()
         self._count(client, -1, -size)
         if client.messages:
-            turns.append(client)
-        else:
-            del self._clients[client.name]
-        self._served = client.name
+            turns[client.name] = client
         return incoming
 
     def _count(self, client: _OfClient, requests: int, size: int) -> None:
@@ -139,7 +134,7 @@ class FairQueue:
         # Most bytes first, then in the order of turns: what each has left, and what it gave up.
         richest = [
             (-client.size, turn, 0, client)
-            for turn, client in enumerate(self._turns)
+            for turn, client in enumerate(self._turns.values())
             if client.size > held and len(client.messages) > keeps
         ]
         heapify(richest)
@@ -155,7 +150,7 @@ class FairQueue:
                 heappush(richest, (-left, turn, given, client))
         # A client that gave up bytes made room in number, too.
         if not victims and self.requests >= limits.total_requests:
-            most = max(self._turns, key=lambda client: len(client.messages), default=None)
+            most = max(self._turns.values(), key=lambda client: len(client.messages), default=None)
             if most is None or len(most.messages) <= count:
                 return None
             victims.append((most, "total_requests"))
@@ -165,8 +160,7 @@ class FairQueue:
         incoming, freed = client.messages.pop()
         self._count(client, -1, -freed)
         if not client.messages:
-            self._turns.remove(client)
-            del self._clients[client.name]
+            del self._turns[client.name]
         return (incoming, limit, freed if limit == "total_bytes" else 1, 0)
 
 

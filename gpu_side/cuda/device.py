@@ -180,11 +180,6 @@ def tiles_for(rows: int) -> Sequence[Tile]:
     return _DIRECT if rows <= DIRECT_ROWS else _FEW if rows <= 32 else _MANY
 
 
-def bucket(rows: int) -> int:
-    """Return the number of rows that stands for this one: the next power of two, 512 at most."""
-    return min(1 << (rows - 1).bit_length(), 512)
-
-
 def check_integers(config: ModelConfig, device: torch.device | None) -> None:
     """Check that this device computes this model's int8 products exactly. Raises KernelError.
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import linear
 
-from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, InPlaceJob, Tile, bucket, tiles_for
+from gpu_side.cuda.device import GRAPH_ROWS, CudaDevice, InPlaceJob, Tile, tiles_for
 from gpu_side.encoding import payload_place
 from gpu_side.event_log import log
 from gpu_side.kernels import (
@@ -206,9 +206,7 @@ class DeviceProducts:
             else _Workspace(self._device, self._row_bytes, next(self._numbers))
         )
         try:
-            many = len(rows) > GRAPH_ROWS[-1]
-            give = self._give_many if many else self._give_few
-            target, event = give(workspace, place, product, rows, result, slot)
+            target, event = self._give(workspace, place, product, rows, result, slot)
             event.record()
         except BaseException:
             # A kernel that was given may still use it.
@@ -223,7 +221,7 @@ class DeviceProducts:
 
         return queued(event.query, self._spin_us, ended)
 
-    def _give_few(
+    def _give(
         self,
         workspace: _Workspace,
         place: Hashable,
@@ -232,17 +230,28 @@ class DeviceProducts:
         result: torch.Tensor,
         slot: SlotMemory | None,
     ) -> tuple[torch.Tensor, _Event]:
-        """Give it to the device as a graph; return where the result will be, and what says when."""
-        device, count, in_place = self._device, len(rows), product.in_place
-        rounded = next(n for n in GRAPH_ROWS if n >= count)
+        """Give few rows to the device as a graph, and many piece by piece.
+
+        Return where the result will be, and what says when.
+        """
+        device, count, many = self._device, len(rows), len(rows) > GRAPH_ROWS[-1]
+        in_place = None if many else product.in_place
+        rounded = count if many else next(n for n in GRAPH_ROWS if n >= count)
         source, target = rows, result
-        if in_place is None or not _lies_in(slot, rows):
-            source = workspace.view(True, rounded, rows.shape[1], rows.dtype)
+        used_where_they_lie = many or in_place is not None
+
+        def room(inward: bool, width: int, dtype: torch.dtype) -> torch.Tensor:
+            if many:
+                return device.pinned((count, width), dtype)
+            return workspace.view(inward, rounded, width, dtype)
+
+        if not (used_where_they_lie and _lies_in(slot, rows)):
+            source = room(True, rows.shape[1], rows.dtype)
             # What an earlier request has left in the rows behind them is multiplied, and dropped.
             source[:count].copy_(rows)
-        if in_place is None or not _lies_in(slot, result):
-            target = workspace.view(False, rounded, result.shape[1], result.dtype)
-        event = workspace.event if in_place is None else workspace
+        reached = _lies_in(slot, result) or (many and device.reaches(result))
+        if not (used_where_they_lie and reached):
+            target = room(False, result.shape[1], result.dtype)
 
         def work() -> None:
             if in_place is None:
@@ -252,26 +261,11 @@ class DeviceProducts:
 
         if in_place is not None:
             workspace.job.tell(source[:count], target)
-        self._run((workspace.number, place, rounded, rows.dtype), work)
-        return target, event
-
-    def _give_many(
-        self,
-        workspace: _Workspace,
-        _place: Hashable,
-        product: Product,
-        rows: torch.Tensor,
-        result: torch.Tensor,
-        slot: SlotMemory | None,
-    ) -> tuple[torch.Tensor, _Event]:
-        """Give it to the device piece by piece."""
-        device, source, target = self._device, rows, result
-        if not _lies_in(slot, rows):
-            source = device.pinned((len(rows), rows.shape[1]), rows.dtype).copy_(rows)
-        if not (_lies_in(slot, result) or device.reaches(result)):
-            target = device.pinned((len(rows), result.shape[1]), result.dtype)
-        target.copy_(product.multiply(device.to_device(source)), non_blocking=True)
-        return target, workspace.event
+        if many:
+            work()
+        else:
+            self._run((workspace.number, place, rounded, rows.dtype), work)
+        return target, workspace.event if in_place is None else workspace
 
     def _run(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> None:
         """Do it, as a graph if there is one or it is worth one."""
@@ -376,7 +370,8 @@ class CudaKernels(TorchKernels):
     ) -> Tile:
         """Return the fastest tile for so many rows. Their numbers are used where it is chosen."""
         out_features, in_features = weight.shape
-        key = (in_features, out_features, bucket(len(rows)))
+        # Of the next power of two, which stands for these rows.
+        key = (in_features, out_features, min(1 << (len(rows) - 1).bit_length(), 512))
         if (tile := self._tiles.get(key)) is None:
             took_us = {
                 tile: self._device.time_us(partial(product, rows, weight, tile))
