@@ -16,7 +16,7 @@ import torch
 
 from gpu_side.cuda.products import device_kernels
 from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
-from gpu_side.segment_kernels import NullSegments, SegmentKernels, TorchSegments
+from gpu_side.segment_kernels import SegmentKernels, TorchSegments, null_segments
 from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, free_bytes
 from gpu_side.state import ServiceState
@@ -55,7 +55,7 @@ class Served:
 
 def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
     """Return a null device in the place of weights. `model`: what it says that it holds."""
-    return Served(model, kernels, partial(NullSegments, model.config, kernels))
+    return Served(model, kernels, partial(null_segments, model.config, kernels))
 
 
 class RequestHandler:

@@ -109,16 +109,6 @@ class Transfer:
         return tensor_reply({"output": tensor}), work
 
 
-def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-
-def _record(device: torch.device) -> Callable[[], bool]:
-    # The device's own stream: the current device may be another.
-    query: Callable[[], bool] = torch.cuda.current_stream(device).record_event().query
-    return query
-
-
 def queued(
     query: Callable[[], bool], spin_us: float = 0.0, ended: Callable[[], None] | None = None
 ) -> Working:
@@ -155,18 +145,9 @@ class PinnedStaging(Transfer):
     dtypes are converted on the device, where it is cheap, and cross the bus as sent.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        spin_us: float = 0.0,
-        *,
-        empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        record: Callable[[torch.device], Callable[[], bool]] = _record,
-    ) -> None:
+    def __init__(self, device: torch.device, spin_us: float = 0.0) -> None:
         self._device = device
         self._spin_us = spin_us
-        self._empty = empty
-        self._record = record
 
     def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Transfer.to_device`."""
@@ -180,7 +161,15 @@ class PinnedStaging(Transfer):
         """See `Transfer.to_host`."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        return pinned, queued(self._record(self._device), self._spin_us)
+        return pinned, queued(self._record(), self._spin_us)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def _record(self) -> Callable[[], bool]:
+        # The device's own stream: the current device may be another.
+        query: Callable[[], bool] = torch.cuda.current_stream(self._device).record_event().query
+        return query
 
 
 def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:

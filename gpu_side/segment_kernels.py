@@ -1,4 +1,4 @@
-"""Runs Segment requests on a device (TorchSegments), or models their duration (NullSegments).
+"""Runs Segment requests on a device (TorchSegments), or models their duration (null_segments).
 
 Attention is causal and grouped-query, of a part's rows over its session's cache. Few rows are two
 plain products, which read the cache once: torch's fused kernel takes longer for them. Many go
@@ -9,7 +9,6 @@ key/value heads, G query heads of each, C head dim, S keys.
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -211,8 +210,11 @@ def _many(
     return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
-class SegmentKernels(ABC):
-    """Keeps sessions, and runs requests on them."""
+class SegmentKernels:
+    """Keeps sessions, and runs requests on them.
+
+    `computed`: returns what computes the rows of requests like the first.
+    """
 
     def __init__(
         self,
@@ -220,8 +222,9 @@ class SegmentKernels(ABC):
         sessions: SessionStore,
         dtype: torch.dtype,
         device: torch.device | None,
+        computed: Callable[[SegmentRequest, Task, Window], Compute],
     ) -> None:
-        self._config, self._sessions = config, sessions
+        self._config, self._sessions, self._computed = config, sessions, computed
         self._dtype, self._device = dtype, device
 
     def prepare(self, first: SegmentRequest, task: Task) -> Kernel:
@@ -233,7 +236,7 @@ class SegmentKernels(ABC):
         _, heads, head_dim = self._config.heads
         count = layers[1] - layers[0] + 1
         shape = CacheShape(count, heads, head_dim, self._dtype, self._device)
-        compute = self._compute(first, task, window)
+        compute = self._computed(first, task, window)
 
         def kernel(request: Any, incoming: Incoming | None) -> Result:
             parts = read_parts(request, self._config.context_length)
@@ -243,10 +246,6 @@ class SegmentKernels(ABC):
                 return compute(request, [part for part in parts if part.rows], caches, outputs)
 
         return kernel
-
-    @abstractmethod
-    def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        """Return what computes the rows of requests like the first."""
 
 
 def finish(running: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
@@ -306,7 +305,7 @@ class TorchSegments(SegmentKernels):
         self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
     ) -> None:
         config = weights.config
-        super().__init__(config, sessions, weights.dtype, weights.device)
+        super().__init__(config, sessions, weights.dtype, weights.device, self._compute)
         if weights.linears is None or weights.segment is None:
             raise TypeError("weights that hold no whole layers")
         self._weights, linears = weights.segment, weights.linears
@@ -377,20 +376,17 @@ class TorchSegments(SegmentKernels):
         return linear(TorchMaths.rms_norm(h_ND, norm, self._config.rms_norm_eps), head)
 
 
-class NullSegments(SegmentKernels):
-    """Zeros, once an accelerator would be done. Of sessions their lengths alone are kept.
+def null_segments(
+    config: ModelConfig, kernels: NullKernels, sessions: SessionStore
+) -> SegmentKernels:
+    """Return zeros, once an accelerator would be done. Of sessions their lengths alone are kept.
 
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
+    heads, K, C = config.heads
 
-    def __init__(self, config: ModelConfig, kernels: NullKernels, sessions: SessionStore) -> None:
-        super().__init__(config, sessions, kernels.dtype, None)
-        self._kernels = kernels
-
-    def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        kernels = self._kernels
+    def computed(first: SegmentRequest, task: Task, window: Window) -> Compute:
         reply, base_us = kernels.zeros(task), kernels.request_us(task)
-        heads, K, C = self._config.heads
         layers = first.last_layer - first.first_layer + 1
 
         def attention_us(part: SegmentPart) -> float:
@@ -408,3 +404,5 @@ class NullSegments(SegmentKernels):
             return reply, kernels.works_for(base_us + sum(map(attention_us, parts)))
 
         return compute
+
+    return SegmentKernels(config, sessions, kernels.dtype, None, computed)

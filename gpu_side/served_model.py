@@ -7,7 +7,6 @@ weight is one tensor in a part, too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,16 +96,6 @@ def read_provision(directory: Path) -> Provision | None:
     # a default is for writers, not for readers
     ModelError.unless("version" in raw, f"{path}: version", "nothing", "1")
     return validate_file(Provision, raw, str(path))
-
-
-def write_provision(directory: Path, provision: Provision) -> None:
-    """Write the marker; the last file of a directory, so that a partial one is none.
-
-    Raises FileExistsError where there is one already.
-    """
-    with (directory / PROVISION_FILE).open("x", encoding="utf-8") as file:
-        json.dump(provision.model_dump(), file, indent=2)
-        file.write("\n")
 
 
 class PartConfig(ModelConfig):

@@ -331,18 +331,28 @@ def _load(
             logged = time.monotonic()
             log.info("loading", layers_done=done, layers=total)
 
-    served: ServiceWeights | Served
+    held: ServedModel
     if isinstance(device, NullDevice):
         held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
-        _log_loaded(held, 0, time.monotonic() - began)
-        served = served_zeros(held, NullKernels(device, torch_dtype(job.dtype)))
+        served: ServiceWeights | Served = served_zeros(
+            held, NullKernels(device, torch_dtype(job.dtype))
+        )
     else:
         if ranks is not None:
             ranks.join()
-        weights = job.load(device, progress)
-        _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-        served = weights if ranks is None else ranks.served(weights)
+        held = served = job.load(device, progress)
+    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
+    log.info(
+        "loaded",
+        weight_bytes=held.weight_bytes if isinstance(held, ServiceWeights) else 0,
+        load_s=round(time.monotonic() - began, 2),
+        digest=held.model_digest[:16],
+        arithmetic="+".join(held.arithmetic),
+        **masked,
+    )
+    if ranks is not None and isinstance(served, ServiceWeights):
+        served = ranks.served(served)
     return RequestHandler(
         served,
         settings.max_message_bytes,
@@ -375,18 +385,6 @@ def _job(settings: ServiceSettings, place: Columns, device: Device) -> RankJob:
         spin_us=settings.spin_us,
         layers=settings.layers,
         max_message_bytes=settings.max_message_bytes,
-    )
-
-
-def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:
-    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
-    log.info(
-        "loaded",
-        weight_bytes=weight_bytes,
-        load_s=round(load_s, 2),
-        digest=held.model_digest[:16],
-        arithmetic="+".join(held.arithmetic),
-        **masked,
     )
 
 

@@ -418,35 +418,32 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
             check_ring(CPU)
 
 
-class Pinned:
+class Pinned(PinnedStaging):
     """Stands in for pinned memory, and for a device that is done when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__(CPU)
         self.made: list[torch.Tensor] = []
         self.done = False
         self.events = 0
 
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         self.made.append(torch.empty(shape, dtype=dtype))
         return self.made[-1]
 
-    def record(self, device: torch.device) -> Callable[[], bool]:
-        assert device.type == "cpu"
+    def _record(self) -> Callable[[], bool]:
         self.events += 1
         return self.query
 
     def query(self) -> bool:
         return self.done
 
-    def staging(self) -> PinnedStaging:
-        return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
-
 
 @each_row("dtype", [torch.float32, torch.bfloat16])
 def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, sent = Pinned(), torch.randn(3, 4)
     expected = sent.clone()
-    there = pinned.staging().to_device(sent, dtype)
+    there = pinned.to_device(sent, dtype)
     sent.zero_()  # its memory is another request's by then
     (staged,) = pinned.made
     assert (there.dtype, staged.dtype) == (dtype, torch.float32)
@@ -454,9 +451,8 @@ def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.
     assert torch.equal(staged, expected)
     assert pinned.events == 0
     pinned, output = Pinned(), torch.randn(3, 4)
-    staging = pinned.staging()
-    here, work = staging.to_host(output, dtype)
-    staging.to_host(torch.zeros(3, 4), dtype)
+    here, work = pinned.to_host(output, dtype)
+    pinned.to_host(torch.zeros(3, 4), dtype)
     assert here.data_ptr() == pinned.made[0].data_ptr()
     assert torch.equal(here, output.to(dtype))
     assert pinned.events == 2

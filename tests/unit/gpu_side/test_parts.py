@@ -19,7 +19,6 @@ from gpu_side.served_model import (
     Provision,
     read_provision,
     read_served_model,
-    write_provision,
 )
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import ServiceWeights, load_weights
@@ -100,7 +99,8 @@ def _provisioned(directory: Path, target: Path, holds: Any) -> Path:
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
     found = {name: tensor for name, tensor in tensors.items() if any(k in name for k in kept)}
     save_file(found, target / "model.safetensors")
-    write_provision(target, Provision(mask="test-mask", provision_id="5a" * 32, holds=holds))
+    marker = Provision(mask="test-mask", provision_id="5a" * 32, holds=holds)
+    (target / PROVISION_FILE).write_text(marker.model_dump_json())
     return target
 
 
