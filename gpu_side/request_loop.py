@@ -1,7 +1,7 @@
 """Answers requests, one after the other, until told to stop; then what it has taken before.
 
 One thread does everything. Whatever has arrived is picked up between two requests and waits in a
-bounded queue, from which its clients are served in turn (`gpu_side.state`). What waits in the
+bounded queue, from which its clients are served in turn (`gpu_side.handler`). What waits in the
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
@@ -23,9 +23,8 @@ import torch
 from gpu_side.defaults import DRAIN_S
 from gpu_side.encoding import EnvelopeError, OpenedRequest, RequestReader, encode_reply, unread
 from gpu_side.event_log import log
-from gpu_side.handler import RequestHandler
+from gpu_side.handler import SUCCESS, UNKNOWN_METHOD, RequestHandler
 from gpu_side.kernels import Working, wait_until
-from gpu_side.state import SUCCESS, UNKNOWN_METHOD
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError

@@ -16,7 +16,6 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
@@ -186,9 +185,9 @@ class ServedModel:
         return self.has_segments and held and last
 
     def init_reply(
-        self, max_message_bytes: int, limits: QueueLimits, instance_id: str
+        self, max_message_bytes: int, queued: tuple[int, int], instance_id: str
     ) -> InitReply:
-        """Return the reply to Init."""
+        """Return the reply to Init. `queued`: requests and bytes of a client that may wait."""
         config = self.config
         inv_freq, attention_scaling = rope_frequencies(config)
         return InitReply(
@@ -213,8 +212,8 @@ class ServedModel:
             provision_id=None if self.provision is None else self.provision.provision_id,
             instance_id=instance_id,
             layers=(self.held_layers[0], self.held_layers[-1]),
-            max_queued_requests=limits.requests,
-            max_queued_bytes=limits.bytes,
+            max_queued_requests=queued[0],
+            max_queued_bytes=queued[1],
             ranks=self.ranks,
         )
 

@@ -16,14 +16,20 @@ from gpu_side.cuda.device import check_integers
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
-from gpu_side.handler import Attest, RequestHandler, Served, served_zeros
+from gpu_side.handler import (
+    Attest,
+    QueueLimits,
+    RequestHandler,
+    Served,
+    ServiceState,
+    served_zeros,
+)
 from gpu_side.kernels import NullKernels
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, place_of, work
 from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
-from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener

@@ -16,9 +16,9 @@ import pytest
 
 from gpu_side import encoding
 from gpu_side.encoding import OpenedRequest, open_request
+from gpu_side.handler import FairQueue, QueueLimits, ServiceState
 from gpu_side.kernels import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, StopSignal
-from gpu_side.state import FairQueue, QueueLimits, ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import HealthRequest, InitRequest, Request, TensorReply
