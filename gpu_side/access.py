@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import zmq
-
 from gpu_side.event_log import log
 from protocol.curve import (
     SECRET_HEADER,
@@ -45,11 +43,6 @@ class ServiceKeys:
 
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
-
-    @property
-    def public(self) -> bytes:
-        """The service's own public key, which clients must know."""
-        return bytes(zmq.curve_public(self.secret))
 
 
 def read_allow_list(path: Path) -> frozenset[bytes]:

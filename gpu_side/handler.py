@@ -34,7 +34,7 @@ import torch
 
 from gpu_side.cuda.products import device_kernels
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
-from gpu_side.kernels import Kernel, Kernels, NullKernels, Result
+from gpu_side.kernels import Kernel, NullKernels, Prepare, Result
 from gpu_side.segment_kernels import SegmentKernels, TorchSegments, null_segments
 from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
@@ -273,20 +273,20 @@ Attest: TypeAlias = Callable[[bytes, str], bytes]
 class Served:
     """What answers the requests of a service, with weights, or with what is there instead.
 
-    `model`: what it says that it holds; `kernels`: what computes. `segments`: makes what runs
+    `model`: what it says that it holds; `prepare`: of what computes. `segments`: makes what runs
     Segments on sessions, where there are whole layers; None: there are none. `device`: where
     sessions take their memory; None: nowhere.
     """
 
     model: ServedModel
-    kernels: Kernels
+    prepare: Prepare
     segments: Callable[[SessionStore], SegmentKernels] | None = None
     device: torch.device | None = None
 
 
 def served_zeros(model: ServedModel, kernels: NullKernels) -> Served:
     """Return a null device in the place of weights. `model`: what it says that it holds."""
-    return Served(model, kernels, partial(null_segments, model.config, kernels))
+    return Served(model, kernels.prepare, partial(null_segments, model.config, kernels))
 
 
 class RequestHandler:
@@ -314,12 +314,12 @@ class RequestHandler:
             if isinstance(weights, Served)
             else Served(
                 weights,
-                device_kernels(weights, spin_us),
+                device_kernels(weights, spin_us).prepare,
                 partial(TorchSegments, weights, spin_us=spin_us),
                 weights.device,
             )
         )
-        self._model, self._kernels = served.model, served.kernels
+        self._model, self._prepare = served.model, served.prepare
         self.max_message_bytes = max_message_bytes
         self._checker = RequestChecker(self._model, max_message_bytes)
         self.state = state or ServiceState()
@@ -350,13 +350,13 @@ class RequestHandler:
                 raise RuntimeError("a Segment without whole layers got through the checks")
             return self._segments.prepare(request, task)
         if isinstance(request, SeededRingLinearRequest):
-            of_elements = self._kernels.prepare(request.standing_for(), task)
+            of_elements = self._prepare(request.standing_for(), task)
 
             def expanded(request: Any, incoming: Incoming | None) -> Result:
                 return of_elements(request.expanded(), incoming)
 
             return expanded
-        kernel = self._kernels.prepare(request, task)
+        kernel = self._prepare(request, task)
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 
     def apply(self, request: Request) -> Result:

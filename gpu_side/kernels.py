@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -177,14 +177,9 @@ def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:
     return PinnedStaging(device, spin_us) if device.type == "cuda" else Transfer()
 
 
-class Kernels(Protocol):
-    """Computes. Stateless between requests."""
-
-    def prepare(self, request: Computed, task: Task) -> Kernel:
-        """Return what computes all requests that have this one's header.
-
-        Its output has the task's shape and dtype, and is complete once its work has ended.
-        """
+# Returns what computes all requests that have this one's header. Its output has the task's shape
+# and dtype, and is complete once its work has ended. Nothing else is kept between requests.
+Prepare: TypeAlias = Callable[[Computed, Task], Kernel]
 
 
 class TorchKernels:
@@ -205,7 +200,7 @@ class TorchKernels:
         self._twice = on_cpu and multiplies_bfloat16()
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `Kernels.prepare`."""
+        """See `Prepare`."""
         to_host, dtype, shape = self.transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self.product(request, task)
 
@@ -320,7 +315,7 @@ class NullKernels:
         self._zeros = memoryview(b"")
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `Kernels.prepare`."""
+        """See `Prepare`."""
         reply, duration_us = self.zeros(task), self.request_us(task)
         return lambda _request, _incoming: (reply, self.works_for(duration_us))
 

@@ -52,6 +52,8 @@ from protocol.validation import validate_file
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 # A transformed directory has the head under this name, tied or not.
 TRANSFORMED_HEAD = "lm_head.weight"
+# Norms of every architecture, before attention and before the MLP.
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # Which fused operator a module belongs to.
 OPERATOR_OF: dict[ModuleName, LinearOperator] = {
@@ -223,20 +225,6 @@ def order_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.rope_order"
 
 
-def transformed_tensors(config: ModelConfig, *, head: bool) -> dict[str, tuple[int, ...]]:
-    """Return what a directory of transformed whole layers has beside linear weights, and shapes.
-
-    Without the norms of queries and keys, which may have one of two. `head`: with the final norm
-    and the LM head.
-    """
-    D = config.hidden_size
-    tensors: dict[str, tuple[int, ...]] = {}
-    for layer in range(config.num_hidden_layers):
-        names = norm_names(config, layer)
-        tensors |= {names[name]: (D,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return tensors | ({FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)} if head else {})
-
-
 def read_served_model(
     directory: Path,
     arithmetic: Sequence[Arithmetic] = BOTH,
@@ -277,8 +265,14 @@ def read_served_model(
         arithmetic = ("float",)
         checkpoint.require(linears)
         if provision.holds != "linears":
-            checkpoint.require(transformed_tensors(config, head=provision.holds == "model"))
-            orders = [order_name(layer) for layer in range(config.num_hidden_layers)]
+            D = config.hidden_size
+            for layer in range(config.num_hidden_layers):
+                names = norm_names(config, layer)
+                # Those of queries and keys may have one of two shapes.
+                checkpoint.require({names[name]: (D,) for name in _LAYER_NORMS})
+                orders.append(order_name(layer))
+            head = {FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)}
+            checkpoint.require(head if provision.holds == "model" else {})
     checkpoint.refuse_extra(config, orders)
     linear = linear_digest(config, checkpoint)
     if linear is not None:
@@ -322,7 +316,7 @@ def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.
     size, names = (config.hidden_size,), {"final_norm": FINAL_NORM}
     for layer in range(config.num_hidden_layers):
         found = norm_names(config, layer)
-        for short in ("input_layernorm", "post_attention_layernorm"):
+        for short in _LAYER_NORMS:
             names[f"layer_{layer}_{short}"] = found[short]
     return {
         said: load_tensor(checkpoint, name, size, dtype=torch.float32)

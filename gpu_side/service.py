@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zmq import curve_public
+
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
 from gpu_side.cuda.device import check_integers
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
@@ -120,7 +122,6 @@ class ServiceSettings:
                 )
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
-            of_http = self.bind.startswith("http")
             SettingsError.unless(
                 self.http_tokens is None or not self.allow_anyone,
                 "keys",
@@ -128,20 +129,21 @@ class ServiceSettings:
                 "one of them",
             )
             keys = "--identity and --allow (tsqp keys new makes keys)"
-            tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
+            if self.bind.startswith("http"):
+                keys = "--http-tokens (tsqp api-key NAME --digest makes one)"
             SettingsError.unless(
                 not is_beyond_loopback(self.bind) or self.http_tokens or self.allow_anyone,
                 f"--bind {self.bind}",
                 "an address that other machines reach, open to all of them",
-                f"{tokens if of_http else keys}, or --allow-anyone",
+                f"{keys}, or --allow-anyone",
             )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
-            given = {"--identity": self.identity, "--allow": self.allow}
-            names = [name for name, value in given.items() if value is not None]
+            names = [name for name in ("identity", "allow") if getattr(self, name) is not None]
+            names += ["allow-anyone"] * self.allow_anyone
             raise SettingsError(
                 "keys",
-                got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
+                got=" and ".join(f"--{name}" for name in names),
                 expected="--identity and --allow, or neither",
             )
         return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
@@ -152,9 +154,10 @@ class ServiceSettings:
         of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
         of_all = self.max_queued_total_bytes
         of_all = ALL_CLIENTS * of_one if of_all is None else of_all
+        one, together, message = (size / 2**20 for size in (of_one, of_all, self.max_message_bytes))
         for option, value, least, why in (
-            ("--max-queued-mib", _mib(of_one), _mib(self.max_message_bytes), "--max-message-mib"),
-            ("--max-queued-total-mib", _mib(of_all), _mib(of_one), "--max-queued-mib"),
+            ("--max-queued-mib", one, message, "--max-message-mib"),
+            ("--max-queued-total-mib", together, one, "--max-queued-mib"),
             (
                 "--max-queued-total-requests",
                 self.max_queued_total_requests,
@@ -247,7 +250,8 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             if http is not None and http.tokens is not None:
                 lets_in = {"lets_in": len(http.tokens)}
             elif keys is not None:
-                lets_in = {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
+                key = curve_public(keys.secret).decode("ascii")
+                lets_in = {"lets_in": len(keys.allowed), "key": key}
             log.info("bound", endpoint=listener.endpoint, **lets_in)
             _serve_metrics(settings, state, beside)
             job = _job(settings, place, device)
@@ -274,11 +278,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     if ranks is not None and ranks.failure is not None:
         raise ranks.failure
     log.info("stopped", endpoint=listener.endpoint)
-
-
-def _mib(size: int) -> float:
-    """Return bytes as the command line has them."""
-    return size / (1024 * 1024)
 
 
 def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitStack) -> None:

@@ -309,7 +309,7 @@ class CudaKernels(TorchKernels):
             self._choose_tiles(row_bytes)
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `gpu_side.kernels.Kernels.prepare`."""
+        """See `gpu_side.kernels.Prepare`."""
         if not isinstance(request, WeightRequest):
             return super().prepare(request, task)
         work = task.work

@@ -126,7 +126,7 @@ class Ranks:
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
         model = replace(weights, columns=WHOLE, ranks=self.job.place[1])
-        return Served(model, RankKernels(self, weights))
+        return Served(model, RankKernels(self, weights).prepare)
 
     def compute(
         self,
@@ -234,7 +234,7 @@ class RankKernels:
         self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `gpu_side.kernels.Kernels.prepare`."""
+        """See `gpu_side.kernels.Prepare`."""
         if isinstance(request, MatmulRequest):
             return self._own.prepare(request, task)
         tasks = [checker.check(request) for checker in self._checkers]

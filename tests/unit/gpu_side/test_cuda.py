@@ -348,7 +348,7 @@ def weights(saved_model: Models) -> ServiceWeights:
 def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
     stand_in: Any = device
     handler = RequestHandler(weights, 2**24)
-    handler._kernels = CudaKernels(weights, device=stand_in)
+    handler._prepare = CudaKernels(weights, device=stand_in).prepare
     gc.collect()
     # Of what it has tried at the start.
     device.copies_in = device.waits = device.registrations = device.attempts = 0

@@ -171,7 +171,8 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
 ) -> None:
     work = Mock(return_value=2**63)
     with _joined(ranks) as together:
-        transfer: Any = together._kernels._own.transfer
+        prepare: Any = together._prepare
+        transfer = prepare.__self__._own.transfer
         reply = transfer.reply
         monkeypatch.setattr(transfer, "reply", lambda *given: (reply(*given)[0], work))
         _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
