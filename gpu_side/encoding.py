@@ -326,13 +326,13 @@ def unread(frames: Sequence[Buffer]) -> OpenedRequest:
 
 
 def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:
-    if envelope["version"] != PROTOCOL_VERSION:
-        raise ProtocolError(
-            "request.version",
-            got=describe_untrusted(envelope["version"]),
-            expected=str(PROTOCOL_VERSION),
-            code=ErrorCode.UNSUPPORTED_VERSION,
-        )
+    ProtocolError.unless(
+        envelope["version"] == PROTOCOL_VERSION,
+        "request.version",
+        describe_untrusted(envelope["version"]),
+        str(PROTOCOL_VERSION),
+        code=ErrorCode.UNSUPPORTED_VERSION,
+    )
     header = validate(_RequestHeader, envelope, "request")
     return OpenedRequest(
         Form.FRAMED,

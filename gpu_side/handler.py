@@ -34,7 +34,7 @@ import torch
 
 from gpu_side.cuda.products import device_kernels
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
-from gpu_side.kernels import Kernel, NullKernels, Prepare, Result
+from gpu_side.kernels import Kernel, NullKernels, Prepare, Result, there
 from gpu_side.segment_kernels import SegmentKernels, TorchSegments, null_segments
 from gpu_side.served_model import ServedModel
 from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
@@ -346,9 +346,7 @@ class RequestHandler:
         # Nothing is allocated for what the check refuses.
         task = self._checker.check(request)
         if isinstance(request, SegmentRequest):
-            if self._segments is None:
-                raise RuntimeError("a Segment without whole layers got through the checks")
-            return self._segments.prepare(request, task)
+            return there(self._segments).prepare(request, task)
         if isinstance(request, SeededRingLinearRequest):
             of_elements = self._prepare(request.standing_for(), task)
 

@@ -250,7 +250,7 @@ class TorchKernels:
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids; zeros for an id that another part holds."""
-        table, part = _there(self._weights.embedding), self._weights.part
+        table, part = there(self._weights.embedding), self._weights.part
         if len(table) == part.vocabulary:
             return embedding(ids, table)
         own = ids - part_of(part.vocabulary, *part.columns).start
@@ -268,17 +268,17 @@ def weight_of(
     """Return the weight that a request names, [out_features, in_features], and its bias."""
     match request:
         case LinearRequest(layer_idx=layer, module_names=names):
-            fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
+            fused = there(weights.linears)[layer][OPERATOR_OF[names[0]]]
             part = _part(names, fused.rows)
             bias = None if fused.bias is None or not request.bias else fused.bias[part]
             return fused.weight[part], bias
         case RingLinearRequest(layer_idx=layer, module_names=names):
-            integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
+            integers = there(weights.integers)[layer][OPERATOR_OF[names[0]]]
             return integers.weight[_part(names, integers.rows)], None
         case LMHeadRequest():
-            return _there(weights.lm_head), None
+            return there(weights.lm_head), None
         case RingLMHeadRequest():
-            return _there(weights.lm_head_int8).weight, None
+            return there(weights.lm_head_int8).weight, None
 
 
 def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice:
@@ -286,10 +286,10 @@ def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice
     return slice(None) if names == tuple(rows) else rows[names[0]]
 
 
-def _there(held: T | None) -> T:
-    """Return what the check has made sure of."""
+def there(held: T | None) -> T:
+    """Return what a check before has made sure of."""
     if held is None:
-        raise RuntimeError("a request for what is not held got through the checks")
+        raise RuntimeError("what is not there got through the checks")
     return held
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
 
 from gpu_side.devices import multiplies_bfloat16
-from gpu_side.kernels import Kernel, NullKernels, Result, transfer_to
+from gpu_side.kernels import Kernel, NullKernels, Result, there, transfer_to
 from gpu_side.session_cache import CacheShape, SessionCache, Window
 from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
 from gpu_side.tasks import Task, require_field
@@ -306,9 +306,7 @@ class TorchSegments(SegmentKernels):
     ) -> None:
         config = weights.config
         super().__init__(config, sessions, weights.dtype, weights.device, self._compute)
-        if weights.linears is None or weights.segment is None:
-            raise TypeError("weights that hold no whole layers")
-        self._weights, linears = weights.segment, weights.linears
+        self._weights, linears = there(weights.segment), there(weights.linears)
         orders = self._weights.orders
         self._layers = {
             layer: Layer(index=layer, **bound(norms, config, TorchMaths(orders.get(layer))))
@@ -346,7 +344,9 @@ class TorchSegments(SegmentKernels):
             rope = self._rope.of((one.start, one.start + one.rows, one.length) for one in parts)
             found = finish(forward(h_TD, layers, rope, ops, attention, rows))
             if first.lm_head:
-                found = self._logits(found)
+                norm = there(self._weights.norm)
+                normed_ND = TorchMaths.rms_norm(found, norm, self._config.rms_norm_eps)
+                found = linear(normed_ND, there(self._weights.lm_head))
             return self._transfer.reply(found, task)
 
         return compute
@@ -368,12 +368,6 @@ class TorchSegments(SegmentKernels):
             for part in parts
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _logits(self, h_ND: torch.Tensor) -> torch.Tensor:
-        norm, head = self._weights.norm, self._weights.lm_head
-        if norm is None or head is None:
-            raise RuntimeError("a request for an LM head that is not held got through the checks")
-        return linear(TorchMaths.rms_norm(h_ND, norm, self._config.rms_norm_eps), head)
 
 
 def null_segments(

@@ -94,7 +94,11 @@ class SessionCache:
     def __init__(self, shape: CacheShape, key: SpillKey | None = None) -> None:
         self.shape, self.key = shape, key or SpillKey()
         self.used_s = 0.0
-        self.tensors: list[torch.Tensor] = []
+        layers, heads, head_dim, dtype, device = shape
+        self.tensors = [
+            torch.empty(2, heads, 0, head_dim, dtype=dtype, device=device)
+            for _ in range(layers if device is not None else 0)
+        ]
         self.capacity = self.length = self.sinks = self.dropped = 0
 
     @property
@@ -142,16 +146,11 @@ class SessionCache:
     def resize(self, capacity: int) -> None:
         """Take memory for so many tokens in place of what there is; what is stored stays."""
         self.capacity = min(self.capacity, capacity)
-        layers, heads, head_dim, dtype, device = self.shape
-        if device is not None:
-            # One layer after the other, so that little is there twice.
-            for layer in range(layers):
-                made = torch.empty(2, heads, capacity, head_dim, dtype=dtype, device=device)
-                if layer < len(self.tensors):
-                    made[:, :, : self.stored] = self.tensors[layer][:, :, : self.stored]
-                    self.tensors[layer] = made
-                else:
-                    self.tensors.append(made)
+        # One layer after the other, so that little is there twice.
+        for layer, had in enumerate(self.tensors):
+            made = had.new_empty(2, self.shape.heads, capacity, self.shape.head_dim)
+            made[:, :, : self.stored] = had[:, :, : self.stored]
+            self.tensors[layer] = made
         self.capacity = capacity
 
     def take_over(self, other: SessionCache, tokens: int) -> None:

@@ -26,7 +26,7 @@ import torch
 from gpu_side.cuda.products import device_kernels
 from gpu_side.event_log import log
 from gpu_side.handler import Served
-from gpu_side.kernels import Kernel, Result, Working
+from gpu_side.kernels import Kernel, Result, Working, there
 from gpu_side.ranks.worker import Group, RankJob
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
@@ -118,7 +118,7 @@ class Ranks:
 
     def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
-        group = self._joined
+        group = there(self._group)
         expected = self.job.holds(weights)
         for rank in group.others:
             with self._of_others("no weights"):
@@ -141,8 +141,9 @@ class Ranks:
         where one of them is gone; what our own part raises.
         """
         with self._of_requests():
-            sent = self._joined.send(header, request.data, self._joined.others)
-            coming = self._joined.begin_results(buffers)
+            group = there(self._group)
+            sent = group.send(header, request.data, group.others)
+            coming = group.begin_results(buffers)
         began = time.monotonic()
         try:
             return own()
@@ -183,12 +184,6 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._group is not None and not at_once:
             self._group.leave()  # where it has failed, it could wait for ever
-
-    @property
-    def _joined(self) -> Group:
-        if self._group is None:
-            raise RuntimeError("ranks that have not joined")
-        return self._group
 
     def _has_ended(self, rank: int, status: int) -> None:
         if not self._ending:

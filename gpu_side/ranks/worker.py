@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from gpu_side.cuda.device import check_integers
 from gpu_side.cuda.products import device_kernels
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
+from gpu_side.kernels import there
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import Progress, ServiceWeights, load_weights
@@ -40,8 +41,8 @@ from protocol.messages import WHOLE, Arithmetic, Columns, Request
 from protocol.model.config import read_config
 from protocol.tensors import Buffer, torch_dtype
 
-if TYPE_CHECKING:
-    Works: TypeAlias = list[dist.Work]
+# Not there in a torch without ranks.
+Works: TypeAlias = "list[dist.Work]"
 
 OPTION = "--tensor-parallel"
 # Of the first tensor of a message.
@@ -202,11 +203,11 @@ class Group:
             self._view[begin : begin + size] = payload
         else:
             tensors.append(bytes_tensor(payload))
-        return [_there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
+        return [there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
 
     def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
         """Return the next message's header and payload, which is valid until the next one."""
-        _there(dist.irecv(self._memory, source)).wait(within)
+        there(dist.irecv(self._memory, source)).wait(within)
         header_bytes, size = _LENGTHS.unpack_from(self._view)
         begin = _LENGTHS.size + header_bytes
         header = bytes(self._view[_LENGTHS.size : begin])
@@ -223,7 +224,7 @@ class Group:
     def begin_results(self, buffers: list[torch.Tensor]) -> Works:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
-            _there(dist.irecv(_flat(buffer), rank))
+            there(dist.irecv(_flat(buffer), rank))
             for rank, buffer in zip(self.others, buffers, strict=True)
         ]
 
@@ -241,12 +242,6 @@ def bytes_tensor(data: Buffer) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _there(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("a rank that is not of the group")
-    return work
 
 
 _HEAD = 0
