@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
@@ -95,16 +95,9 @@ _BLOCK_ROWS = 512
 _FEW_ROWS = 8
 
 
-class Block(NamedTuple):
-    """Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S].
-
-    `seen` None: all of them; `causal`: those up to itself.
-    """
-
-    rows: slice
-    keys: slice
-    seen: torch.Tensor | None
-    causal: bool = False
+# Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S]. None:
+# all of them for one row, and for several those up to itself.
+Block: TypeAlias = tuple[slice, slice, torch.Tensor | None]
 
 
 class PartAttention:
@@ -139,13 +132,13 @@ class PartAttention:
             self._blocks[sliding] = self._cut_into_blocks(sliding, q_RKGC.device)
         attend = _few if self._count <= _FEW_ROWS else _many
         outputs = [
-            attend(q_RKGC[block.rows], k_KSC[:, block.keys], v_KSC[:, block.keys], block)
-            for block in self._blocks[sliding]
+            attend(q_RKGC[rows], k_KSC[:, keys], v_KSC[:, keys], seen)
+            for rows, keys, seen in self._blocks[sliding]
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _cut_into_blocks(self, sliding: int | None, device: torch.device) -> list[Block]:
-        kept, blocks = self._cache, []
+        kept, blocks = self._cache, list[Block]()
         for first in range(0, self._count, _BLOCK_ROWS):
             rows = slice(first, min(first + _BLOCK_ROWS, self._count))
             position = self._start + first
@@ -153,13 +146,10 @@ class PartAttention:
             low = 0 if sliding is None else max(0, position - sliding + 1 - kept.dropped)
             keys = slice(low, self._stored.start + rows.stop)
             plain = sliding is None and not self._window.recent
-            if plain and self._count == 1:
-                blocks.append(Block(rows, keys, None))
-            elif plain and position == 0:
-                blocks.append(Block(rows, keys, None, causal=True))
-            else:
-                seen = self._seen(rows, keys, sliding)
-                blocks.append(Block(rows, keys, None if seen.all() else seen.to(device)))
+            # The kernel for many rows knows without a mask what those of a beginning attend to.
+            known = self._count == 1 or (position == 0 and self._count > _FEW_ROWS)
+            seen = None if plain and known else self._seen(rows, keys, sliding)
+            blocks.append((rows, keys, None if seen is None or seen.all() else seen.to(device)))
         return blocks
 
     def _seen(self, rows: slice, keys: slice, sliding: int | None) -> torch.Tensor:
@@ -177,16 +167,15 @@ class PartAttention:
 
 
 def _few(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
     # Where the processor does not, multiplying takes many times as long as to convert the keys.
     if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not multiplies_bfloat16():
-        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), block)
+        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), seen)
         return found.to(q_RKGC.dtype)
     R, K, G, C = q_RKGC.shape
     q_KNC = (q_RKGC * C**-0.5).permute(1, 2, 0, 3).reshape(K, G * R, C)
     scores_KGRS = (q_KNC @ k_KSC.transpose(1, 2)).view(K, G, R, -1)
-    seen = _lower(R, q_RKGC.device) if block.causal and R > 1 else block.seen
     if seen is not None:
         scores_KGRS = scores_KGRS.masked_fill_(~seen, float("-inf"))
     weights_KGRS = softmax(scores_KGRS, dim=-1, dtype=torch.float32).to(q_RKGC.dtype)
@@ -194,18 +183,13 @@ def _few(
     return out_KNC.view(K, G, R, C).permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
-@cache
-def _lower(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-
-
 def _many(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
     R, K, G, C = q_RKGC.shape
     k_KGSC, v_KGSC = (x.unsqueeze(1).expand(-1, G, -1, -1) for x in (k_KSC, v_KSC))
     out_KGRC = scaled_dot_product_attention(
-        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, block.seen, is_causal=block.causal
+        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, seen, is_causal=seen is None and R > 1
     )
     return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
 

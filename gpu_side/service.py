@@ -151,9 +151,8 @@ class ServiceSettings:
     @property
     def limits(self) -> QueueLimits:
         """Limits of the queue. Raises SettingsError for such as can never be reached, or passed."""
-        of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
-        of_all = self.max_queued_total_bytes
-        of_all = ALL_CLIENTS * of_one if of_all is None else of_all
+        of_one = self.max_queued_bytes or self.max_message_bytes
+        of_all = self.max_queued_total_bytes or ALL_CLIENTS * of_one
         one, together, message = (size / 2**20 for size in (of_one, of_all, self.max_message_bytes))
         for option, value, least, why in (
             ("--max-queued-mib", one, message, "--max-message-mib"),
