@@ -110,9 +110,26 @@ def rereads_list(
         if path is not None:
             reader, writer = socket.socketpair()
             writer.setblocking(False)
+
+            def reread() -> None:
+                with reader:
+                    while numbers := reader.recv(64):
+                        if signal.SIGHUP not in numbers:
+                            continue
+                        try:
+                            allowed = read(path)
+                            allow(allowed)
+                        except KeyFileError as error:
+                            log.error("allow_list_unchanged", detail=str(error))
+                        except Exception:
+                            # Exhausted memory, or a mistake of ours: the next SIGHUP finds this
+                            # thread as it was.
+                            log.exception("allow_list_unchanged", detail="a failure of ours")
+                        else:
+                            log.info("allow_list", keys=len(allowed))
+
             # On a thread: a signal must not interrupt the loop that answers requests.
-            given = reader, allow, path, read
-            thread = threading.Thread(target=_reread, args=given, name="allow-list", daemon=True)
+            thread = threading.Thread(target=reread, name="allow-list", daemon=True)
             thread.start()
             stack.callback(thread.join, _ENDING_S)
             stack.callback(writer.close)
@@ -124,30 +141,6 @@ def rereads_list(
 
 def _log_ignored(_number: int, _frame: FrameType | None) -> None:
     log.info("sighup_ignored", detail="there is no list to read again")
-
-
-def _reread(
-    reader: socket.socket,
-    allow: Callable[[frozenset[bytes]], None],
-    path: Path,
-    read: Callable[[Path], frozenset[bytes]],
-) -> None:
-    """Read the list again for each SIGHUP of whose number `reader` tells."""
-    with reader:
-        while numbers := reader.recv(64):
-            if signal.SIGHUP not in numbers:
-                continue
-            try:
-                allowed = read(path)
-                allow(allowed)
-            except KeyFileError as error:
-                log.error("allow_list_unchanged", detail=str(error))
-            except Exception:
-                # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it
-                # was.
-                log.exception("allow_list_unchanged", detail="a failure of ours")
-            else:
-                log.info("allow_list", keys=len(allowed))
 
 
 @dataclass(frozen=True)

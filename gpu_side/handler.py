@@ -48,11 +48,17 @@ from protocol.messages import (
     EmbeddingRequest,
     HealthReply,
     HealthRequest,
+    InitConfig,
+    InitReply,
     InitRequest,
+    NormWeight,
     Request,
+    RotaryParams,
     SeededRingLinearRequest,
     SegmentRequest,
 )
+from protocol.model.forward import rope_frequencies
+from protocol.tensors import from_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +330,33 @@ class RequestHandler:
         self._checker = RequestChecker(self._model, max_message_bytes)
         self.state = state or ServiceState()
         # The same for every client, but for what it is told about one nonce.
-        limits = self.state.queue.limits
-        self._init_reply = self._model.init_reply(
-            max_message_bytes, (limits.requests, limits.bytes), instance_id=secrets.token_hex(16)
+        model, config, limits = self._model, self._model.config, self.state.queue.limits
+        inv_freq, attention_scaling = rope_frequencies(config)
+        self._init_reply = InitReply(
+            config=InitConfig(
+                num_layers=config.num_hidden_layers,
+                hidden_size=config.hidden_size,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
+            rotary_emb_params=RotaryParams(
+                inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
+            ),
+            norm_weights={
+                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
+                for name, norm in model.norms.items()
+            },
+            model_digest=model.model_digest,
+            linear_digest=model.linear_digest,
+            max_message_bytes=max_message_bytes,
+            arithmetic=model.arithmetic,
+            provision_id=None if model.provision is None else model.provision.provision_id,
+            instance_id=secrets.token_hex(16),
+            layers=(model.held_layers[0], model.held_layers[-1]),
+            max_queued_requests=limits.requests,
+            max_queued_bytes=limits.bytes,
+            ranks=model.ranks,
         )
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.

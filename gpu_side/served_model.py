@@ -24,12 +24,8 @@ from protocol.messages import (
     Arithmetic,
     Columns,
     Digest,
-    InitConfig,
-    InitReply,
     LinearOperator,
     ModuleName,
-    NormWeight,
-    RotaryParams,
     part_of,
 )
 from protocol.model.checkpoint import (
@@ -44,9 +40,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there, read_json
-from protocol.model.forward import rope_frequencies
 from protocol.model.weights import load_tensor
-from protocol.tensors import from_torch
 from protocol.validation import validate_file
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
@@ -185,39 +179,6 @@ class ServedModel:
         held = self.provision is None or self.provision.holds == "model"
         last = self.held_layers[-1] == self.config.num_hidden_layers - 1
         return self.has_segments and held and last
-
-    def init_reply(
-        self, max_message_bytes: int, queued: tuple[int, int], instance_id: str
-    ) -> InitReply:
-        """Return the reply to Init. `queued`: requests and bytes of a client that may wait."""
-        config = self.config
-        inv_freq, attention_scaling = rope_frequencies(config)
-        return InitReply(
-            config=InitConfig(
-                num_layers=config.num_hidden_layers,
-                hidden_size=config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-            ),
-            rotary_emb_params=RotaryParams(
-                inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
-            ),
-            norm_weights={
-                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
-                for name, norm in self.norms.items()
-            },
-            model_digest=self.model_digest,
-            linear_digest=self.linear_digest,
-            max_message_bytes=max_message_bytes,
-            arithmetic=self.arithmetic,
-            provision_id=None if self.provision is None else self.provision.provision_id,
-            instance_id=instance_id,
-            layers=(self.held_layers[0], self.held_layers[-1]),
-            max_queued_requests=queued[0],
-            max_queued_bytes=queued[1],
-            ranks=self.ranks,
-        )
 
 
 def order_name(layer: int) -> str:

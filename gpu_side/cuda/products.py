@@ -133,7 +133,7 @@ class DeviceProducts:
     """Gives products to a device.
 
     `row_bytes`: of the longest row that comes, and of the longest of a result. `spin_us`: see
-    `gpu_side.kernels.Queued`.
+    `gpu_side.kernels.queued`.
     """
 
     def __init__(
