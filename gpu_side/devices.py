@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.errors import SettingsError
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 # An int8 product over ring elements, as `protocol.integer` does it on CUDA: four digits, so four
 # times the arithmetic and four int32 products to add up.
@@ -37,7 +37,7 @@ Rate: TypeAlias = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 Microseconds: TypeAlias = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
-class DeviceProfile(BaseModel):
+class DeviceProfile(Strict):
     """An accelerator. All times are in microseconds.
 
     `tflops`: 10^12 float operations a second with 16-bit inputs, a multiplication and an addition
@@ -45,8 +45,6 @@ class DeviceProfile(BaseModel):
     `gb_per_s`: 10^9 bytes a second from its memory; `pcie_gb_per_s`: from and to the host, each
     way. `launch_us`: what starting a kernel or a copy takes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")]
     tflops: Rate

@@ -18,7 +18,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.encoding import (
     MAX_HEADER_BYTES,
@@ -53,7 +53,7 @@ from protocol.messages import (
 )
 from protocol.stream_wire import layout
 from protocol.tensors import Buffer, WireTensor
-from protocol.validation import M, validate
+from protocol.validation import M, Strict, validate
 
 # A request holds an envelope, its fields and up to three tensor descriptions.
 _MAX_REQUEST_CONTAINERS = 64
@@ -195,8 +195,7 @@ class EnvelopeError(ProtocolError):
         self.request_id = request_id
 
 
-class _RequestHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _RequestHeader(Strict):
     version: int
     request_id: Annotated[int, Field(ge=1, lt=2**63)]
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
@@ -41,7 +41,7 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there, read_json
 from protocol.model.weights import load_tensor
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 # A transformed directory has the head under this name, tied or not.
@@ -60,7 +60,7 @@ PROVISION_FILE = "provision.json"
 Holds: TypeAlias = Literal["linears", "layers", "model"]
 
 
-class Provision(BaseModel):
+class Provision(Strict):
     """The marker of a directory whose weights a feature or segment mask has transformed.
 
     Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`,
@@ -70,8 +70,6 @@ class Provision(BaseModel):
     the LM head. None has an embedding. `provision_id` names the key that undoes the transform; it
     is no secret and says nothing about the key.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Annotated[int, Field(ge=1, le=1)] = 1
     mask: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")]

@@ -227,11 +227,8 @@ class RequestChecker:
         require_field(
             parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}"
         )
-        operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())
-        works = tuple(
-            LinearWork(rows, shapes[0][1], sum(out for out, _ in shapes), integer=False)
-            for shapes in map(list, operators)
-        )
+        shapes = (config.row_layout(name)[1] for name in FUSED_MODULES)
+        works = tuple(LinearWork(rows, inner, outer, integer=False) for outer, inner in shapes)
         # What lies between is as large as what a Linear of these rows would be answered with.
         self._bound(where, rows * max(work.out_features for work in works) * ITEMSIZE[hidden.dtype])
         width = config.vocab_size if request.lm_head else D

@@ -47,7 +47,13 @@ from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol import native
 from protocol.errors import KernelError
-from protocol.messages import FUSED_MODULES, RingLinearRequest, RingLMHeadRequest, tensor_reply
+from protocol.messages import (
+    FUSED_MODULES,
+    Projection,
+    RingLinearRequest,
+    RingLMHeadRequest,
+    tensor_reply,
+)
 from protocol.shared_memory import Lane, SlotMemory, adopt, create
 from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtype
 
@@ -454,13 +460,9 @@ def _floats(
 
 def _row_bytes(weights: ServiceWeights) -> tuple[int, int]:
     """Return the bytes of the longest row of a request, and of a result, in the widest dtype."""
-    config = weights.part
-    shapes = [[config.module_shape(name) for name in names] for names in FUSED_MODULES.values()]
-    widest_in = max(sizes[0][1] for sizes in shapes)
-    widest_out = max(sum(size[0] for size in sizes) for sizes in shapes)
-    if weights.has_lm_head:
-        widest_in = max(widest_in, config.hidden_size)
-        widest_out = max(widest_out, config.vocab_size)
+    head: list[Projection] = ["lm_head"] if weights.has_lm_head else []
+    shapes = [weights.part.row_layout(name)[1] for name in (*FUSED_MODULES, *head)]
+    widest_out, widest_in = (max(sizes) for sizes in zip(*shapes, strict=True))
     return widest_in * torch.float32.itemsize, widest_out * torch.float32.itemsize
 
 
