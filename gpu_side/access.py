@@ -154,11 +154,10 @@ class HttpKeys:
     @classmethod
     def read(cls, tokens: Path | None, certificate: Path | None, key: Path | None) -> HttpKeys:
         """Read and check what the files hold. Raises KeyFileError, SettingsError."""
-        given = "--http-key alone" if certificate is None else "--http-cert alone"
         SettingsError.unless(
             (certificate is None) == (key is None),
             "TLS",
-            given,
+            "--http-key alone" if certificate is None else "--http-cert alone",
             "--http-cert and --http-key, or neither",
         )
         if certificate is not None and key is not None:

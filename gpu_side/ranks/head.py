@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +26,7 @@ import torch
 from gpu_side.cuda.products import device_kernels
 from gpu_side.event_log import log
 from gpu_side.handler import Served
-from gpu_side.kernels import Kernel, Result, Working, there
+from gpu_side.kernels import Kernel, Prepare, Result, Working, there
 from gpu_side.ranks.worker import Group, RankJob
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
@@ -126,7 +126,7 @@ class Ranks:
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
         model = replace(weights, columns=WHOLE, ranks=self.job.place[1])
-        return Served(model, RankKernels(self, weights).prepare)
+        return Served(model, rank_kernels(self, weights))
 
     def compute(
         self,
@@ -217,70 +217,66 @@ class Ranks:
             ) from None
 
 
-class RankKernels:
-    """Products by all ranks; what needs no weight, by the head alone."""
+def rank_kernels(ranks: Ranks, weights: ServiceWeights) -> Prepare:
+    """Return products by all ranks; what needs no weight, by the head alone."""
+    own, (_, count) = device_kernels(weights, ranks.job.spin_us), ranks.job.place
+    parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
+    checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in parts]
 
-    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
-        self._ranks = ranks
-        self._own = device_kernels(weights, ranks.job.spin_us)
-        self._device, self._dtype = weights.device, weights.dtype
-        _, count = ranks.job.place
-        self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
-        self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
-
-    def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `gpu_side.kernels.Prepare`."""
+    def prepare(request: Computed, task: Task) -> Kernel:
         if isinstance(request, MatmulRequest):
-            return self._own.prepare(request, task)
-        tasks = [checker.check(request) for checker in self._checkers]
-        own = self._own.product(request, tasks[0])
+            return own.prepare(request, task)
+        tasks = [checker.check(request) for checker in checkers]
+        product = own.product(request, tasks[0])
         # Rounded for the reply once they are together.
         integer = isinstance(request, RingLinearRequest | RingLMHeadRequest)
-        dtype = torch.int32 if integer else self._dtype
+        dtype = torch.int32 if integer else weights.dtype
         field = next(name for name, value in request if isinstance(value, WireTensor))
         header = REQUEST.header(request_template(request, [b""]), 1, MAX_TIMEOUT_MS)
-        join = self._join(request)
+        join = _join(request, parts)
 
         def kernel(request: Any, _incoming: Incoming | None) -> Result:
             others = [
-                torch.empty(part.shape, dtype=dtype, device=self._device) for part in tasks[1:]
+                torch.empty(part.shape, dtype=dtype, device=weights.device) for part in tasks[1:]
             ]
-            first = self._ranks.compute(
-                header, getattr(request, field), others, lambda: own(request)
-            )
-            reply, working = self._own.transfer.reply(join([first, *others]), task)
-            return reply, None if working is None else self._of_all(working)
+            first = ranks.compute(header, getattr(request, field), others, lambda: product(request))
+            reply, working = own.transfer.reply(join([first, *others]), task)
+            return reply, None if working is None else _of_all(ranks, working)
 
         return kernel
 
-    def _of_all(self, working: Working) -> Working:
-        """Return work on a GPU that goes on when all parts have come; if they do, in time."""
-        ranks, until_ns = self._ranks, time.perf_counter_ns() + int(COMPUTE_S * 1e9)
+    return prepare
 
-        def ends_ns() -> int:
-            ends_ns, now_ns = working(), time.perf_counter_ns()
-            if ends_ns > now_ns and (ranks.failure is not None or now_ns > until_ns):
-                raise RuntimeError(str(ranks.fail(None, "no reply")))
-            return ends_ns
 
+def _of_all(ranks: Ranks, working: Working) -> Working:
+    """Return work on a GPU that goes on when all parts have come; if they do, in time."""
+    until_ns = time.perf_counter_ns() + int(COMPUTE_S * 1e9)
+
+    def ends_ns() -> int:
+        ends_ns, now_ns = working(), time.perf_counter_ns()
+        if ends_ns > now_ns and (ranks.failure is not None or now_ns > until_ns):
+            raise RuntimeError(str(ranks.fail(None, "no reply")))
         return ends_ns
 
-    def _join(self, request: Computed) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        """Return what makes one output of the ranks' parts."""
-        if isinstance(request, EmbeddingRequest):
-            # Each token's row is one rank's, and zeros elsewhere.
-            return lambda parts: reduce(torch.Tensor.add_, parts)
-        if isinstance(request, LMHeadRequest | RingLMHeadRequest | MatmulRequest):
-            return lambda parts: torch.cat(parts, dim=-1)
-        names = request.module_names
-        widths = [[part.part.module_shape(name)[0] for name in names] for part in self._parts]
+    return ends_ns
 
-        def join(parts: list[torch.Tensor]) -> torch.Tensor:
-            of_ranks = [
-                part.split(sizes, dim=-1) for part, sizes in zip(parts, widths, strict=True)
-            ]
-            return torch.cat(
-                [piece for module in zip(*of_ranks, strict=True) for piece in module], dim=-1
-            )
 
-        return join
+def _join(
+    request: Computed, models: Sequence[ServiceWeights]
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Return what makes one output of the ranks' parts."""
+    if isinstance(request, EmbeddingRequest):
+        # Each token's row is one rank's, and zeros elsewhere.
+        return lambda parts: reduce(torch.Tensor.add_, parts)
+    if isinstance(request, LMHeadRequest | RingLMHeadRequest | MatmulRequest):
+        return lambda parts: torch.cat(parts, dim=-1)
+    names = request.module_names
+    widths = [[part.part.module_shape(name)[0] for name in names] for part in models]
+
+    def join(parts: list[torch.Tensor]) -> torch.Tensor:
+        of_ranks = [part.split(sizes, dim=-1) for part, sizes in zip(parts, widths, strict=True)]
+        return torch.cat(
+            [piece for module in zip(*of_ranks, strict=True) for piece in module], dim=-1
+        )
+
+    return join

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_side.handler import RequestHandler
+from gpu_side.kernels import Transfer
 from gpu_side.ranks import head, worker
 from gpu_side.ranks.head import Ranks
 from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, place_of
@@ -171,10 +172,8 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
 ) -> None:
     work = Mock(return_value=2**63)
     with _joined(ranks) as together:
-        prepare: Any = together._prepare
-        transfer = prepare.__self__._own.transfer
-        reply = transfer.reply
-        monkeypatch.setattr(transfer, "reply", lambda *given: (reply(*given)[0], work))
+        reply = Transfer.reply
+        monkeypatch.setattr(Transfer, "reply", lambda *given: (reply(*given)[0], work))
         _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
         monkeypatch.setattr(head, "COMPUTE_S", 0.0)
         _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
