@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-import zmq
-
 from gpu_side.event_log import log
 from protocol.curve import (
     SECRET_HEADER,
@@ -45,11 +43,6 @@ class ServiceKeys:
 
     secret: bytes = field(repr=False)
     allowed: frozenset[bytes]
-
-    @property
-    def public(self) -> bytes:
-        """The service's own public key, which clients must know."""
-        return bytes(zmq.curve_public(self.secret))
 
 
 def read_allow_list(path: Path) -> frozenset[bytes]:
@@ -117,9 +110,26 @@ def rereads_list(
         if path is not None:
             reader, writer = socket.socketpair()
             writer.setblocking(False)
+
+            def reread() -> None:
+                with reader:
+                    while numbers := reader.recv(64):
+                        if signal.SIGHUP not in numbers:
+                            continue
+                        try:
+                            allowed = read(path)
+                            allow(allowed)
+                        except KeyFileError as error:
+                            log.error("allow_list_unchanged", detail=str(error))
+                        except Exception:
+                            # Exhausted memory, or a mistake of ours: the next SIGHUP finds this
+                            # thread as it was.
+                            log.exception("allow_list_unchanged", detail="a failure of ours")
+                        else:
+                            log.info("allow_list", keys=len(allowed))
+
             # On a thread: a signal must not interrupt the loop that answers requests.
-            given = reader, allow, path, read
-            thread = threading.Thread(target=_reread, args=given, name="allow-list", daemon=True)
+            thread = threading.Thread(target=reread, name="allow-list", daemon=True)
             thread.start()
             stack.callback(thread.join, _ENDING_S)
             stack.callback(writer.close)
@@ -133,30 +143,6 @@ def _log_ignored(_number: int, _frame: FrameType | None) -> None:
     log.info("sighup_ignored", detail="there is no list to read again")
 
 
-def _reread(
-    reader: socket.socket,
-    allow: Callable[[frozenset[bytes]], None],
-    path: Path,
-    read: Callable[[Path], frozenset[bytes]],
-) -> None:
-    """Read the list again for each SIGHUP of whose number `reader` tells."""
-    with reader:
-        while numbers := reader.recv(64):
-            if signal.SIGHUP not in numbers:
-                continue
-            try:
-                allowed = read(path)
-                allow(allowed)
-            except KeyFileError as error:
-                log.error("allow_list_unchanged", detail=str(error))
-            except Exception:
-                # Exhausted memory, or a mistake of ours: the next SIGHUP finds this thread as it
-                # was.
-                log.exception("allow_list_unchanged", detail="a failure of ours")
-            else:
-                log.info("allow_list", keys=len(allowed))
-
-
 @dataclass(frozen=True)
 class HttpKeys:
     """`tokens`: digests of those that are let in, None: of all. `certificate`, `key`: PEM files."""
@@ -168,11 +154,10 @@ class HttpKeys:
     @classmethod
     def read(cls, tokens: Path | None, certificate: Path | None, key: Path | None) -> HttpKeys:
         """Read and check what the files hold. Raises KeyFileError, SettingsError."""
-        given = "--http-key alone" if certificate is None else "--http-cert alone"
         SettingsError.unless(
             (certificate is None) == (key is None),
             "TLS",
-            given,
+            "--http-key alone" if certificate is None else "--http-cert alone",
             "--http-cert and --http-key, or neither",
         )
         if certificate is not None and key is not None:

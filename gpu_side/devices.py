@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.errors import SettingsError
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 # An int8 product over ring elements, as `protocol.integer` does it on CUDA: four digits, so four
 # times the arithmetic and four int32 products to add up.
@@ -37,7 +37,7 @@ Rate: TypeAlias = Annotated[float, Field(gt=0, lt=1e9, allow_inf_nan=False)]
 Microseconds: TypeAlias = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
-class DeviceProfile(BaseModel):
+class DeviceProfile(Strict):
     """An accelerator. All times are in microseconds.
 
     `tflops`: 10^12 float operations a second with 16-bit inputs, a multiplication and an addition
@@ -45,8 +45,6 @@ class DeviceProfile(BaseModel):
     `gb_per_s`: 10^9 bytes a second from its memory; `pcie_gb_per_s`: from and to the host, each
     way. `launch_us`: what starting a kernel or a copy takes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")]
     tflops: Rate
@@ -63,17 +61,16 @@ class DeviceProfile(BaseModel):
         `itemsize`: bytes of an element of weights and activations. `integer`: the product in the
         ring Z_2^32 with int8 weights, for which `itemsize` is not used.
         """
+        if not integer:
+            return self.matmul_us(1, rows, in_features, out_features, itemsize)
+        moved = (
+            in_features * out_features
+            + rows * in_features * (_ACCUMULATOR_BYTES + 2 * DIGITS)
+            + rows * out_features * _ACCUMULATOR_BYTES * (2 * DIGITS + 1)
+        )
         products = 2.0 * rows * in_features * out_features
-        if integer:
-            moved = (
-                in_features * out_features
-                + rows * in_features * (_ACCUMULATOR_BYTES + 2 * DIGITS)
-                + rows * out_features * _ACCUMULATOR_BYTES * (2 * DIGITS + 1)
-            )
-            compute_us = products * DIGITS / (self.int8_tops * 1e6)
-            return _RING_KERNELS * self.launch_us + max(compute_us, self._memory_us(moved))
-        moved = in_features * out_features + rows * (in_features + out_features)
-        return self._float_us(products, moved, itemsize)
+        compute_us = products * DIGITS / (self.int8_tops * 1e6)
+        return _RING_KERNELS * self.launch_us + max(compute_us, moved / (self.gb_per_s * 1e3))
 
     def matmul_us(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the time of a batch of products [m, k] @ [k, n], all operands moved once."""
@@ -90,10 +87,8 @@ class DeviceProfile(BaseModel):
 
     def _float_us(self, operations: float, elements: int, itemsize: int) -> float:
         rate = self.tflops / 2 if itemsize > 2 else self.tflops
-        return self.launch_us + max(operations / (rate * 1e6), self._memory_us(elements * itemsize))
-
-    def _memory_us(self, size_bytes: int) -> float:
-        return size_bytes / (self.gb_per_s * 1e3)
+        memory_us = elements * itemsize / (self.gb_per_s * 1e3)
+        return self.launch_us + max(operations / (rate * 1e6), memory_us)
 
 
 # Rates and bandwidths are the vendor's peak figures, dense (half of those that a datasheet gives

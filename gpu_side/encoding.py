@@ -14,12 +14,11 @@ is looked up by its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.encoding import (
     MAX_HEADER_BYTES,
@@ -54,7 +53,7 @@ from protocol.messages import (
 )
 from protocol.stream_wire import layout
 from protocol.tensors import Buffer, WireTensor
-from protocol.validation import M, validate
+from protocol.validation import M, Strict, validate
 
 # A request holds an envelope, its fields and up to three tensor descriptions.
 _MAX_REQUEST_CONTAINERS = 64
@@ -62,34 +61,27 @@ _MAX_REQUEST_CONTAINERS = 64
 _UNTIMED_REPLY = HeaderLayout(b"\x85\xaarequest_id")
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
-    """Keys of one tensor in the inline form; `dtype` is a key, or the fixed dtype after `=`."""
-
-    data: str
-    shape: str
-    dtype: str
-
-
-_INLINE_TENSORS: dict[type[BaseModel], dict[str, Inline]] = {
-    EmbeddingRequest: {"input_ids": Inline("input_ids", "input_shape", "=int64")},
-    LinearRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
-    RingLinearRequest: {"elements": Inline("elements", "shape", "=int32")},
-    SeededRingLinearRequest: {"seed": Inline("seed", "seed_shape", "=int32")},
+# Of each tensor in the inline form the keys of its data, shape and dtype; the last may be the fixed
+# dtype after `=` instead.
+_INLINE_TENSORS: dict[type[BaseModel], dict[str, tuple[str, str, str]]] = {
+    EmbeddingRequest: {"input_ids": ("input_ids", "input_shape", "=int64")},
+    LinearRequest: {"hidden_states": ("hidden_states", "shape", "dtype")},
+    RingLinearRequest: {"elements": ("elements", "shape", "=int32")},
+    SeededRingLinearRequest: {"seed": ("seed", "seed_shape", "=int32")},
     MatmulRequest: {
-        "a": Inline("a_buffer", "a_shape", "dtype"),
-        "b": Inline("b_buffer", "b_shape", "dtype"),
+        "a": ("a_buffer", "a_shape", "dtype"),
+        "b": ("b_buffer", "b_shape", "dtype"),
     },
-    LMHeadRequest: {"hidden_states": Inline("hidden_states", "shape", "dtype")},
-    RingLMHeadRequest: {"elements": Inline("elements", "shape", "=int32")},
+    LMHeadRequest: {"hidden_states": ("hidden_states", "shape", "dtype")},
+    RingLMHeadRequest: {"elements": ("elements", "shape", "=int32")},
     SegmentRequest: {
-        "hidden_states": Inline("hidden_states", "shape", "dtype"),
-        "parts": Inline("parts", "parts_shape", "=int64"),
-        "outputs": Inline("outputs", "outputs_shape", "=int64"),
+        "hidden_states": ("hidden_states", "shape", "dtype"),
+        "parts": ("parts", "parts_shape", "=int64"),
+        "outputs": ("outputs", "outputs_shape", "=int64"),
     },
-    RotaryParams: {"inv_freq": Inline("inv_freq", "inv_freq_shape", "=float32")},
-    NormWeight: {"weight": Inline("weight", "shape", "=float32")},
-    TensorReply: {"output": Inline("output", "shape", "dtype")},
+    RotaryParams: {"inv_freq": ("inv_freq", "inv_freq_shape", "=float32")},
+    NormWeight: {"weight": ("weight", "shape", "=float32")},
+    TensorReply: {"output": ("output", "shape", "dtype")},
 }
 
 # Fields of InitReply that the inline form leaves out.
@@ -121,11 +113,10 @@ def to_inline(value: Any) -> Any:
         if name not in tensors:
             fields[name] = to_inline(item)
             continue
-        keys = tensors[name]
-        fields[keys.data] = bytes(item.data)
-        fields[keys.shape] = list(item.shape)
-        if not keys.dtype.startswith("="):
-            fields[keys.dtype] = f"torch.{item.dtype}"
+        data, shape, dtype = tensors[name]
+        fields |= {data: bytes(item.data), shape: list(item.shape)}
+        if not dtype.startswith("="):
+            fields[dtype] = f"torch.{item.dtype}"
     if isinstance(value, InitReply):
         # Ours, not in the published schema: a strict client of it would refuse the keys.
         for name in _FRAMED_ONLY:
@@ -137,16 +128,16 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
     """Build a message model from a published map. Raises ProtocolError."""
     fields = dict(body)
     consumed: set[str] = set()
-    for name, keys in _INLINE_TENSORS.get(cls, {}).items():
+    for name, (data, shape, said) in _INLINE_TENSORS.get(cls, {}).items():
         ProtocolError.unless(
-            name == keys.data or name not in body,
+            name == data or name not in body,
             f"{where}.{name}",
             "an unknown field",
-            keys.data,
+            data,
             code=ErrorCode.INVALID_FIELD,
         )
-        fixed = keys.dtype.startswith("=")
-        needed = [keys.data, keys.shape] + ([] if fixed else [keys.dtype])
+        fixed = said.startswith("=")
+        needed = [data, shape] + ([] if fixed else [said])
         missing = [key for key in needed if key not in body]
         ProtocolError.unless(
             not missing,
@@ -155,11 +146,9 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
             f"the fields {', '.join(needed)}",
             code=ErrorCode.INVALID_FIELD,
         )
-        dtype = keys.dtype[1:] if fixed else body[keys.dtype]
+        dtype = said[1:] if fixed else body[said]
         consumed.update(needed)
-        fields[name] = WireTensor.checked(
-            dtype, body[keys.shape], body[keys.data], f"{where}.{keys.data}"
-        )
+        fields[name] = WireTensor.checked(dtype, body[shape], body[data], f"{where}.{data}")
     for key in consumed - set(cls.model_fields):
         fields.pop(key, None)
     # These may name one module under `module_name`, as the published Linear does.
@@ -171,8 +160,8 @@ def read_inline(cls: type[M], body: Mapping[str, Any], where: str) -> M:
         # The published schema does not say whose dtype it is. A float dtype can only be the
         # reply's; int64 can only be that of the ids, and then the reply is float32, as everywhere
         # else.
-        said = fields.get("dtype")
-        short = said.removeprefix("torch.") if isinstance(said, str) else said
+        given = fields.get("dtype")
+        short = given.removeprefix("torch.") if isinstance(given, str) else given
         fields["dtype"] = "float32" if short == "int64" else short
     return validate(cls, fields, where)
 
@@ -206,8 +195,7 @@ class EnvelopeError(ProtocolError):
         self.request_id = request_id
 
 
-class _RequestHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _RequestHeader(Strict):
     version: int
     request_id: Annotated[int, Field(ge=1, lt=2**63)]
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)]
@@ -215,27 +203,19 @@ class _RequestHeader(BaseModel):
     request: dict[str, Any]
 
 
-class KnownTensor(NamedTuple):
-    """A tensor field of a known request: everything about it but the bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    frame: int
-    payload_bytes: int
-
-
 class KnownRequest(NamedTuple, Generic[K]):
     """What a header said when its request was read in full, and what computes the result.
 
     `validate`: builds the message from its fields, of which `fields` are those without a tensor.
+    `tensors`: everything about the others but the bytes, which are name, dtype, shape, frame, and
+    bytes of the payload.
     """
 
     method: str
     body: Mapping[str, Any]
     validate: Callable[[dict[str, Any]], Request]
     fields: Mapping[str, Any]
-    tensors: tuple[KnownTensor, ...]
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int, int]]
     kernel: K
 
 
@@ -293,27 +273,22 @@ class RequestReader(Generic[K]):
         request = read_request(opened)
         kernel = self._prepare(request)
         if opened.form is Form.FRAMED and (split := REQUEST.split(frames[0])):
-            self._remember(split[-1], opened, request, kernel)
+            # Of those with tensors alone: others are not repeated.
+            tensors = []
+            fields = {name: getattr(request, name) for name in opened.body}
+            for name in opened.body:
+                if isinstance(tensor := fields[name], WireTensor):
+                    frame, size = opened.body[name]["frame"], tensor.payload_bytes
+                    tensors.append((name, tensor.dtype, tensor.shape, frame, size))
+                    del fields[name]
+            if tensors:
+                if len(self.known) >= MAX_KNOWN_HEADERS:
+                    self.known.clear()
+                validate = type(request).__pydantic_validator__.validate_python
+                self.known[split[-1]] = KnownRequest(
+                    opened.method, opened.body, validate, fields, tensors, kernel
+                )
         return request, kernel
-
-    def _remember(
-        self, template: bytes, opened: OpenedRequest, request: Request, kernel: K
-    ) -> None:
-        """Remember a request with tensors: others are not repeated."""
-        tensors = []
-        fields = {name: getattr(request, name) for name in opened.body}
-        for name in opened.body:
-            if isinstance(tensor := fields[name], WireTensor):
-                frame, size = opened.body[name]["frame"], tensor.payload_bytes
-                tensors.append(KnownTensor(name, tensor.dtype, tensor.shape, frame, size))
-                del fields[name]
-        if tensors:
-            if len(self.known) >= MAX_KNOWN_HEADERS:
-                self.known.clear()
-            validate = type(request).__pydantic_validator__.validate_python
-            self.known[template] = KnownRequest(
-                opened.method, opened.body, validate, fields, tuple(tensors), kernel
-            )
 
 
 def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
@@ -350,13 +325,13 @@ def unread(frames: Sequence[Buffer]) -> OpenedRequest:
 
 
 def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRequest:
-    if envelope["version"] != PROTOCOL_VERSION:
-        raise ProtocolError(
-            "request.version",
-            got=describe_untrusted(envelope["version"]),
-            expected=str(PROTOCOL_VERSION),
-            code=ErrorCode.UNSUPPORTED_VERSION,
-        )
+    ProtocolError.unless(
+        envelope["version"] == PROTOCOL_VERSION,
+        "request.version",
+        describe_untrusted(envelope["version"]),
+        str(PROTOCOL_VERSION),
+        code=ErrorCode.UNSUPPORTED_VERSION,
+    )
     header = validate(_RequestHeader, envelope, "request")
     return OpenedRequest(
         Form.FRAMED,

@@ -14,17 +14,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.nn.functional import embedding, linear
 
-from gpu_side.cuda.device import Event
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
 from gpu_side.served_model import OPERATOR_OF
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, SegmentWork, Task
+from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.integer import exact_product
@@ -39,6 +37,7 @@ from protocol.messages import (
     RingLinearRequest,
     RingLMHeadRequest,
     TensorReply,
+    part_of,
     tensor_reply,
 )
 from protocol.tensors import WireTensor, raw_bytes, to_torch, torch_dtype
@@ -51,15 +50,9 @@ WeightRequest: TypeAlias = LinearRequest | RingLinearRequest | LMHeadRequest | R
 _SMALLEST_ZEROS = 2**16
 
 
-class Working(Protocol):
-    """What an accelerator was given; the host has other things to do meanwhile."""
-
-    def ends_ns(self) -> int:
-        """Return when it ends or ended (perf_counter_ns), or when to ask again.
-
-        Raises RuntimeError where the device has failed.
-        """
-
+# What an accelerator was given; the host has other things to do meanwhile. Returns when it ends or
+# ended (perf_counter_ns), or when to ask again. Raises RuntimeError where the device has failed.
+Working: TypeAlias = Callable[[], int]
 
 # A reply, and what has to end before its tensors may be read; None: nothing.
 Result: TypeAlias = tuple[Response, Working | None]
@@ -116,45 +109,33 @@ class Transfer:
         return tensor_reply({"output": tensor}), work
 
 
-def _empty_pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+def queued(
+    query: Callable[[], bool], spin_us: float = 0.0, ended: Callable[[], None] | None = None
+) -> Working:
+    """Return work that stands in a stream before an event: only the device knows when it ends.
 
-
-def _record(device: torch.device) -> Event:
-    # The device's own stream: the current device may be another.
-    event: Event = torch.cuda.current_stream(device).record_event()
-    return event
-
-
-class Queued:
-    """What stands in a stream before an event: work of which only the device knows when it ends.
-
+    `query`: says whether the device has got to the event; raises RuntimeError where it has failed.
     `spin_us`: for how long to ask again without a pause; the loop looks for messages in between.
     `ended`: what is left to do then, on the host.
     """
+    began_ns, spin_ns = time.perf_counter_ns(), int(spin_us * 1000)
+    ended_ns = 0
 
-    def __init__(
-        self, event: Event, spin_us: float = 0.0, ended: Callable[[], None] | None = None
-    ) -> None:
-        self._event = event
-        self._ended = ended
-        self._began_ns = time.perf_counter_ns()
-        self._spin_ns = int(spin_us * 1000)
-        self._ended_ns = 0
-
-    def ends_ns(self) -> int:
-        """See `Working.ends_ns`."""
-        if not self._ended_ns:
+    def ends_ns() -> int:
+        nonlocal ended_ns
+        if not ended_ns:
             now_ns = time.perf_counter_ns()
-            if not self._event.query():
-                taken_ns = now_ns - self._began_ns
-                if taken_ns < self._spin_ns:
+            if not query():
+                taken_ns = now_ns - began_ns
+                if taken_ns < spin_ns:
                     return now_ns + 1
                 return now_ns + max(_ASK_AGAIN_NS, taken_ns // _ASK_AGAIN_PART)
-            if self._ended is not None:
-                self._ended()
-            self._ended_ns = now_ns
-        return self._ended_ns
+            if ended is not None:
+                ended()
+            ended_ns = now_ns
+        return ended_ns
+
+    return ends_ns
 
 
 class PinnedStaging(Transfer):
@@ -164,18 +145,9 @@ class PinnedStaging(Transfer):
     dtypes are converted on the device, where it is cheap, and cross the bus as sent.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        spin_us: float = 0.0,
-        *,
-        empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty_pinned,
-        record: Callable[[torch.device], Event] = _record,
-    ) -> None:
+    def __init__(self, device: torch.device, spin_us: float = 0.0) -> None:
         self._device = device
         self._spin_us = spin_us
-        self._empty = empty
-        self._record = record
 
     def to_device(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Transfer.to_device`."""
@@ -189,22 +161,25 @@ class PinnedStaging(Transfer):
         """See `Transfer.to_host`."""
         pinned = self._empty(tensor.shape, dtype)
         pinned.copy_(tensor.to(dtype), non_blocking=True)
-        return pinned, Queued(self._record(self._device), self._spin_us)
+        return pinned, queued(self._record(), self._spin_us)
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def _record(self) -> Callable[[], bool]:
+        # The device's own stream: the current device may be another.
+        query: Callable[[], bool] = torch.cuda.current_stream(self._device).record_event().query
+        return query
 
 
 def transfer_to(device: torch.device, spin_us: float = 0.0) -> Transfer:
-    """Return what carries tensors to a device. `spin_us`: see `Queued`."""
+    """Return what carries tensors to a device. `spin_us`: see `queued`."""
     return PinnedStaging(device, spin_us) if device.type == "cuda" else Transfer()
 
 
-class Kernels(Protocol):
-    """Computes. Stateless between requests."""
-
-    def prepare(self, request: Computed, task: Task) -> Kernel:
-        """Return what computes all requests that have this one's header.
-
-        Its output has the task's shape and dtype, and is complete once its work has ended.
-        """
+# Returns what computes all requests that have this one's header. Its output has the task's shape
+# and dtype, and is complete once its work has ended. Nothing else is kept between requests.
+Prepare: TypeAlias = Callable[[Computed, Task], Kernel]
 
 
 class TorchKernels:
@@ -225,7 +200,7 @@ class TorchKernels:
         self._twice = on_cpu and multiplies_bfloat16()
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `Kernels.prepare`."""
+        """See `Prepare`."""
         to_host, dtype, shape = self.transfer.to_host, torch_dtype(task.dtype), task.shape
         product = self.product(request, task)
 
@@ -275,10 +250,10 @@ class TorchKernels:
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids; zeros for an id that another part holds."""
-        table, part = _there(self._weights.embedding), self._weights.part
+        table, part = there(self._weights.embedding), self._weights.part
         if len(table) == part.vocabulary:
             return embedding(ids, table)
-        own = ids - part.first_id
+        own = ids - part_of(part.vocabulary, *part.columns).start
         elsewhere = (own < 0) | (own >= len(table))
         rows = embedding(own.masked_fill(elsewhere, 0), table)
         return rows.masked_fill(elsewhere[..., None], 0.0)
@@ -293,17 +268,17 @@ def weight_of(
     """Return the weight that a request names, [out_features, in_features], and its bias."""
     match request:
         case LinearRequest(layer_idx=layer, module_names=names):
-            fused = _there(weights.linears)[layer][OPERATOR_OF[names[0]]]
+            fused = there(weights.linears)[layer][OPERATOR_OF[names[0]]]
             part = _part(names, fused.rows)
             bias = None if fused.bias is None or not request.bias else fused.bias[part]
             return fused.weight[part], bias
         case RingLinearRequest(layer_idx=layer, module_names=names):
-            integers = _there(weights.integers)[layer][OPERATOR_OF[names[0]]]
+            integers = there(weights.integers)[layer][OPERATOR_OF[names[0]]]
             return integers.weight[_part(names, integers.rows)], None
         case LMHeadRequest():
-            return _there(weights.lm_head), None
+            return there(weights.lm_head), None
         case RingLMHeadRequest():
-            return _there(weights.lm_head_int8).weight, None
+            return there(weights.lm_head_int8).weight, None
 
 
 def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice:
@@ -311,21 +286,11 @@ def _part(names: tuple[ModuleName, ...], rows: dict[ModuleName, slice]) -> slice
     return slice(None) if names == tuple(rows) else rows[names[0]]
 
 
-def _there(held: T | None) -> T:
-    """Return what the check has made sure of."""
+def there(held: T | None) -> T:
+    """Return what a check before has made sure of."""
     if held is None:
-        raise RuntimeError("a request for what is not held got through the checks")
+        raise RuntimeError("what is not there got through the checks")
     return held
-
-
-@dataclass(frozen=True, slots=True)
-class _Modelled:
-    """Work that takes as long as was computed before."""
-
-    end_ns: int
-
-    def ends_ns(self) -> int:
-        return self.end_ns
 
 
 class NullKernels:
@@ -350,7 +315,7 @@ class NullKernels:
         self._zeros = memoryview(b"")
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `Kernels.prepare`."""
+        """See `Prepare`."""
         reply, duration_us = self.zeros(task), self.request_us(task)
         return lambda _request, _incoming: (reply, self.works_for(duration_us))
 
@@ -372,19 +337,23 @@ class NullKernels:
     def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
         """Return how long the attention of one layer and sequence takes, 0 without a profile.
 
-        Two products for each of `heads`, of so many rows by so many keys.
+        Two products for each of `heads`, of so many rows by so many keys, which take as long.
         """
         if (profile := self._profile) is None:
             return 0.0
-        sizes = ((rows, head_dim, context), (rows, context, head_dim))
-        return sum(profile.matmul_us(heads, *size, self.dtype.itemsize) for size in sizes)
+        return 2 * profile.matmul_us(heads, rows, head_dim, context, self.dtype.itemsize)
 
     def works_for(self, duration_us: float) -> Working | None:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""
         if self._profile is None:
             return None
-        self._free_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
-        return _Modelled(self._free_ns)
+        end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
+        self._free_ns = end_ns
+
+        def ends_ns() -> int:
+            return end_ns
+
+        return ends_ns
 
 
 def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
@@ -401,8 +370,7 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
         case EmbeddingWork(tokens, hidden_size):
             kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
-        case SegmentWork(layers, linears, head):
-            works = (*linears * layers, *([] if head is None else [head]))
+        case works:
             sizes = ((work.rows, work.in_features, work.out_features) for work in works)
             kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)
     copies_us = profile.transfer_us(task.input_bytes) + profile.transfer_us(task.output_bytes)

@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from gpu_side.state import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Histogram, ServiceState
+from gpu_side.handler import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Histogram, ServiceState
 from gpu_side.transport.listener import cannot_bind
 from protocol.errors import SettingsError, describe
 

@@ -1,7 +1,7 @@
 """Answers requests, one after the other, until told to stop; then what it has taken before.
 
 One thread does everything. Whatever has arrived is picked up between two requests and waits in a
-bounded queue, from which its clients are served in turn (`gpu_side.state`). What waits in the
+bounded queue, from which its clients are served in turn (`gpu_side.handler`). What waits in the
 transport while the processor computes a product is not seen before the product is done, so the
 queueing time in a reply is a lower bound; while an accelerator works, messages come in and replies
 go out. A malformed message gets an error reply with a code and a line in the log; nothing that a
@@ -16,16 +16,15 @@ import time
 from collections import deque
 from contextlib import suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
 from gpu_side.defaults import DRAIN_S
 from gpu_side.encoding import EnvelopeError, OpenedRequest, RequestReader, encode_reply, unread
 from gpu_side.event_log import log
-from gpu_side.handler import RequestHandler
+from gpu_side.handler import SUCCESS, UNKNOWN_METHOD, RequestHandler
 from gpu_side.kernels import Working, wait_until
-from gpu_side.state import SUCCESS, UNKNOWN_METHOD
 from gpu_side.transport.listener import Incoming, Listener
 from protocol.encoding import MAX_HEADER_BYTES
 from protocol.errors import ErrorCode, ProtocolError
@@ -105,14 +104,8 @@ _HEALTH_BYTES = 256
 _LOOK_NS = 200_000
 
 
-class _Underway(NamedTuple):
-    """A request that an accelerator was given, and when (perf_counter_ns)."""
-
-    incoming: Incoming
-    opened: OpenedRequest
-    response: Response
-    work: Working
-    given_ns: int
+# A request that an accelerator was given, and when (perf_counter_ns).
+_Underway: TypeAlias = tuple[Incoming, OpenedRequest, Response, Working, int]
 
 
 class RequestLoop:
@@ -220,16 +213,16 @@ class RequestLoop:
                 self._refuse(listener, incoming, ErrorCode.SHUTTING_DOWN)
                 refused += 1
             else:
-                for full in self._queue.put(incoming):
-                    opened = self._refuse(listener, full.incoming, ErrorCode.QUEUE_FULL)
+                for full, limit, requested, available in self._queue.put(incoming):
+                    opened = self._refuse(listener, full, ErrorCode.QUEUE_FULL)
                     log.warning(
                         "queue_full",
-                        **_fields(full.incoming, opened),
+                        **_fields(full, opened),
                         code=ErrorCode.QUEUE_FULL.value,
-                        limit=f"max_queued_{full.limit}",
-                        allowed=getattr(self._queue.limits, full.limit),
-                        requested=full.requested,
-                        available=full.available,
+                        limit=f"max_queued_{limit}",
+                        allowed=getattr(self._queue.limits, limit),
+                        requested=requested,
+                        available=available,
                     )
                     refused += 1
             if refused >= MAX_REFUSED_AT_ONCE and time.perf_counter_ns() >= until:
@@ -260,8 +253,9 @@ class RequestLoop:
 
     def _left_ns(self, until_ns: int | None) -> int:
         """Say how long the accelerator works on the first request, or when to ask again."""
+        *_, work, _ = self._underway[0]
         try:
-            ends_ns = self._underway[0].work.ends_ns()
+            ends_ns = work()
         except RuntimeError:
             return 0  # it has failed, as `_send_what_ended` will find
         return (ends_ns if until_ns is None else min(ends_ns, until_ns)) - time.perf_counter_ns()
@@ -272,7 +266,7 @@ class RequestLoop:
         while underway:
             incoming, opened, response, work, given_ns = underway[0]
             try:
-                ends_ns = work.ends_ns()
+                ends_ns = work()
             except RuntimeError:
                 self._send_failure(listener, incoming, opened)
             else:
@@ -317,7 +311,7 @@ class RequestLoop:
             else:
                 # What was received has been read, or copied: its memory can be used again.
                 incoming, opened = incoming._replace(frames=[]), opened._replace(frames=())
-                self._underway.append(_Underway(incoming, opened, response, work, started_ns))
+                self._underway.append((incoming, opened, response, work, started_ns))
 
     def _send_failure(self, listener: Listener, incoming: Incoming, opened: OpenedRequest) -> None:
         """Log the exception that is being handled, and reply that this request has failed."""

@@ -1,4 +1,4 @@
-"""Runs Segment requests on a device (TorchSegments), or models their duration (NullSegments).
+"""Runs Segment requests on a device (TorchSegments), or models their duration (null_segments).
 
 Attention is causal and grouped-query, of a part's rows over its session's cache. Few rows are two
 plain products, which read the cache once: torch's fused kernel takes longer for them. Many go
@@ -9,17 +9,16 @@ key/value heads, G query heads of each, C head dim, S keys.
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
 
 from gpu_side.devices import multiplies_bfloat16
-from gpu_side.kernels import Kernel, NullKernels, Result, transfer_to
+from gpu_side.kernels import Kernel, NullKernels, Result, there, transfer_to
 from gpu_side.session_cache import CacheShape, SessionCache, Window
 from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
 from gpu_side.tasks import Task, require_field
@@ -96,16 +95,9 @@ _BLOCK_ROWS = 512
 _FEW_ROWS = 8
 
 
-class Block(NamedTuple):
-    """Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S].
-
-    `seen` None: all of them; `causal`: those up to itself.
-    """
-
-    rows: slice
-    keys: slice
-    seen: torch.Tensor | None
-    causal: bool = False
+# Some rows of a part, the keys that any of them attends to, and which each does: bool [R, S]. None:
+# all of them for one row, and for several those up to itself.
+Block: TypeAlias = tuple[slice, slice, torch.Tensor | None]
 
 
 class PartAttention:
@@ -140,13 +132,13 @@ class PartAttention:
             self._blocks[sliding] = self._cut_into_blocks(sliding, q_RKGC.device)
         attend = _few if self._count <= _FEW_ROWS else _many
         outputs = [
-            attend(q_RKGC[block.rows], k_KSC[:, block.keys], v_KSC[:, block.keys], block)
-            for block in self._blocks[sliding]
+            attend(q_RKGC[rows], k_KSC[:, keys], v_KSC[:, keys], seen)
+            for rows, keys, seen in self._blocks[sliding]
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _cut_into_blocks(self, sliding: int | None, device: torch.device) -> list[Block]:
-        kept, blocks = self._cache, []
+        kept, blocks = self._cache, list[Block]()
         for first in range(0, self._count, _BLOCK_ROWS):
             rows = slice(first, min(first + _BLOCK_ROWS, self._count))
             position = self._start + first
@@ -154,13 +146,10 @@ class PartAttention:
             low = 0 if sliding is None else max(0, position - sliding + 1 - kept.dropped)
             keys = slice(low, self._stored.start + rows.stop)
             plain = sliding is None and not self._window.recent
-            if plain and self._count == 1:
-                blocks.append(Block(rows, keys, None))
-            elif plain and position == 0:
-                blocks.append(Block(rows, keys, None, causal=True))
-            else:
-                seen = self._seen(rows, keys, sliding)
-                blocks.append(Block(rows, keys, None if seen.all() else seen.to(device)))
+            # The kernel for many rows knows without a mask what those of a beginning attend to.
+            known = self._count == 1 or (position == 0 and self._count > _FEW_ROWS)
+            seen = None if plain and known else self._seen(rows, keys, sliding)
+            blocks.append((rows, keys, None if seen is None or seen.all() else seen.to(device)))
         return blocks
 
     def _seen(self, rows: slice, keys: slice, sliding: int | None) -> torch.Tensor:
@@ -178,16 +167,15 @@ class PartAttention:
 
 
 def _few(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
     # Where the processor does not, multiplying takes many times as long as to convert the keys.
     if q_RKGC.is_cpu and q_RKGC.dtype is not torch.float32 and not multiplies_bfloat16():
-        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), block)
+        found = _few(q_RKGC.float(), k_KSC.float(), v_KSC.float(), seen)
         return found.to(q_RKGC.dtype)
     R, K, G, C = q_RKGC.shape
     q_KNC = (q_RKGC * C**-0.5).permute(1, 2, 0, 3).reshape(K, G * R, C)
     scores_KGRS = (q_KNC @ k_KSC.transpose(1, 2)).view(K, G, R, -1)
-    seen = _lower(R, q_RKGC.device) if block.causal and R > 1 else block.seen
     if seen is not None:
         scores_KGRS = scores_KGRS.masked_fill_(~seen, float("-inf"))
     weights_KGRS = softmax(scores_KGRS, dim=-1, dtype=torch.float32).to(q_RKGC.dtype)
@@ -195,24 +183,22 @@ def _few(
     return out_KNC.view(K, G, R, C).permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
-@cache
-def _lower(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
-
-
 def _many(
-    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, block: Block
+    q_RKGC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, seen: torch.Tensor | None
 ) -> torch.Tensor:
     R, K, G, C = q_RKGC.shape
     k_KGSC, v_KGSC = (x.unsqueeze(1).expand(-1, G, -1, -1) for x in (k_KSC, v_KSC))
     out_KGRC = scaled_dot_product_attention(
-        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, block.seen, is_causal=block.causal
+        q_RKGC.permute(1, 2, 0, 3), k_KGSC, v_KGSC, seen, is_causal=seen is None and R > 1
     )
     return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
-class SegmentKernels(ABC):
-    """Keeps sessions, and runs requests on them."""
+class SegmentKernels:
+    """Keeps sessions, and runs requests on them.
+
+    `computed`: returns what computes the rows of requests like the first.
+    """
 
     def __init__(
         self,
@@ -220,8 +206,9 @@ class SegmentKernels(ABC):
         sessions: SessionStore,
         dtype: torch.dtype,
         device: torch.device | None,
+        computed: Callable[[SegmentRequest, Task, Window], Compute],
     ) -> None:
-        self._config, self._sessions = config, sessions
+        self._config, self._sessions, self._computed = config, sessions, computed
         self._dtype, self._device = dtype, device
 
     def prepare(self, first: SegmentRequest, task: Task) -> Kernel:
@@ -233,7 +220,7 @@ class SegmentKernels(ABC):
         _, heads, head_dim = self._config.heads
         count = layers[1] - layers[0] + 1
         shape = CacheShape(count, heads, head_dim, self._dtype, self._device)
-        compute = self._compute(first, task, window)
+        compute = self._computed(first, task, window)
 
         def kernel(request: Any, incoming: Incoming | None) -> Result:
             parts = read_parts(request, self._config.context_length)
@@ -243,10 +230,6 @@ class SegmentKernels(ABC):
                 return compute(request, [part for part in parts if part.rows], caches, outputs)
 
         return kernel
-
-    @abstractmethod
-    def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        """Return what computes the rows of requests like the first."""
 
 
 def finish(running: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
@@ -306,10 +289,8 @@ class TorchSegments(SegmentKernels):
         self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
     ) -> None:
         config = weights.config
-        super().__init__(config, sessions, weights.dtype, weights.device)
-        if weights.linears is None or weights.segment is None:
-            raise TypeError("weights that hold no whole layers")
-        self._weights, linears = weights.segment, weights.linears
+        super().__init__(config, sessions, weights.dtype, weights.device, self._compute)
+        self._weights, linears = there(weights.segment), there(weights.linears)
         orders = self._weights.orders
         self._layers = {
             layer: Layer(index=layer, **bound(norms, config, TorchMaths(orders.get(layer))))
@@ -347,7 +328,9 @@ class TorchSegments(SegmentKernels):
             rope = self._rope.of((one.start, one.start + one.rows, one.length) for one in parts)
             found = finish(forward(h_TD, layers, rope, ops, attention, rows))
             if first.lm_head:
-                found = self._logits(found)
+                norm = there(self._weights.norm)
+                normed_ND = TorchMaths.rms_norm(found, norm, self._config.rms_norm_eps)
+                found = linear(normed_ND, there(self._weights.lm_head))
             return self._transfer.reply(found, task)
 
         return compute
@@ -370,27 +353,18 @@ class TorchSegments(SegmentKernels):
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _logits(self, h_ND: torch.Tensor) -> torch.Tensor:
-        norm, head = self._weights.norm, self._weights.lm_head
-        if norm is None or head is None:
-            raise RuntimeError("a request for an LM head that is not held got through the checks")
-        return linear(TorchMaths.rms_norm(h_ND, norm, self._config.rms_norm_eps), head)
 
-
-class NullSegments(SegmentKernels):
-    """Zeros, once an accelerator would be done. Of sessions their lengths alone are kept.
+def null_segments(
+    config: ModelConfig, kernels: NullKernels, sessions: SessionStore
+) -> SegmentKernels:
+    """Return zeros, once an accelerator would be done. Of sessions their lengths alone are kept.
 
     `kernels`: those of the same accelerator, which works on one request after the other.
     """
+    heads, K, C = config.heads
 
-    def __init__(self, config: ModelConfig, kernels: NullKernels, sessions: SessionStore) -> None:
-        super().__init__(config, sessions, kernels.dtype, None)
-        self._kernels = kernels
-
-    def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        kernels = self._kernels
+    def computed(first: SegmentRequest, task: Task, window: Window) -> Compute:
         reply, base_us = kernels.zeros(task), kernels.request_us(task)
-        heads, K, C = self._config.heads
         layers = first.last_layer - first.first_layer + 1
 
         def attention_us(part: SegmentPart) -> float:
@@ -408,3 +382,5 @@ class NullSegments(SegmentKernels):
             return reply, kernels.works_for(base_us + sum(map(attention_us, parts)))
 
         return compute
+
+    return SegmentKernels(config, sessions, kernels.dtype, None, computed)

@@ -7,7 +7,6 @@ weight is one tensor in a part, too.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from gpu_side.state import QueueLimits
 from protocol.errors import ModelError, SettingsError, describe
 from protocol.messages import (
     FUSED_MODULES,
@@ -26,12 +24,8 @@ from protocol.messages import (
     Arithmetic,
     Columns,
     Digest,
-    InitConfig,
-    InitReply,
     LinearOperator,
     ModuleName,
-    NormWeight,
-    RotaryParams,
     part_of,
 )
 from protocol.model.checkpoint import (
@@ -46,14 +40,14 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import is_there, read_json
-from protocol.model.forward import rope_frequencies
 from protocol.model.weights import load_tensor
-from protocol.tensors import from_torch
-from protocol.validation import validate_file
+from protocol.validation import Strict, validate_file
 
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 # A transformed directory has the head under this name, tied or not.
 TRANSFORMED_HEAD = "lm_head.weight"
+# Norms of every architecture, before attention and before the MLP.
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 # Which fused operator a module belongs to.
 OPERATOR_OF: dict[ModuleName, LinearOperator] = {
@@ -66,7 +60,7 @@ PROVISION_FILE = "provision.json"
 Holds: TypeAlias = Literal["linears", "layers", "model"]
 
 
-class Provision(BaseModel):
+class Provision(Strict):
     """The marker of a directory whose weights a feature or segment mask has transformed.
 
     Such a directory is made on the TEE side for a server that may hold nothing else: `config.json`,
@@ -76,8 +70,6 @@ class Provision(BaseModel):
     the LM head. None has an embedding. `provision_id` names the key that undoes the transform; it
     is no secret and says nothing about the key.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Annotated[int, Field(ge=1, le=1)] = 1
     mask: Annotated[str, Field(pattern="^[a-z0-9-]{1,64}$")]
@@ -99,16 +91,6 @@ def read_provision(directory: Path) -> Provision | None:
     return validate_file(Provision, raw, str(path))
 
 
-def write_provision(directory: Path, provision: Provision) -> None:
-    """Write the marker; the last file of a directory, so that a partial one is none.
-
-    Raises FileExistsError where there is one already.
-    """
-    with (directory / PROVISION_FILE).open("x", encoding="utf-8") as file:
-        json.dump(provision.model_dump(), file, indent=2)
-        file.write("\n")
-
-
 class PartConfig(ModelConfig):
     """A model's configuration whose output sizes are those of a part; `vocab_size` is one.
 
@@ -118,23 +100,11 @@ class PartConfig(ModelConfig):
     columns: Columns
     vocabulary: int
 
-    @classmethod
-    def of(cls, config: ModelConfig, columns: Columns) -> PartConfig:
-        """Return the configuration of a part."""
-        part = part_of(config.vocab_size, *columns)
-        fields = dict(config) | {"vocab_size": part.stop - part.start}
-        return cls(**fields, columns=columns, vocabulary=config.vocab_size)
-
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """See `ModelConfig.module_shape`; the out_features are the part's."""
         out_features, in_features = super().module_shape(module)
         part = part_of(out_features, *self.columns)
         return part.stop - part.start, in_features
-
-    @property
-    def first_id(self) -> int:
-        """The first token id of the part's vocabulary."""
-        return int(part_of(self.vocabulary, *self.columns).start)
 
 
 def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
@@ -180,7 +150,10 @@ class ServedModel:
     @property
     def part(self) -> PartConfig:
         """The configuration whose output sizes are those of what is held."""
-        return PartConfig.of(self.config, self.columns)
+        vocabulary = self.config.vocab_size
+        part = part_of(vocabulary, *self.columns)
+        fields = dict(self.config) | {"vocab_size": part.stop - part.start}
+        return PartConfig(**fields, columns=self.columns, vocabulary=vocabulary)
 
     @property
     def has_embedding(self) -> bool:
@@ -205,57 +178,10 @@ class ServedModel:
         last = self.held_layers[-1] == self.config.num_hidden_layers - 1
         return self.has_segments and held and last
 
-    def init_reply(
-        self, max_message_bytes: int, limits: QueueLimits, instance_id: str
-    ) -> InitReply:
-        """Return the reply to Init."""
-        config = self.config
-        inv_freq, attention_scaling = rope_frequencies(config)
-        return InitReply(
-            config=InitConfig(
-                num_layers=config.num_hidden_layers,
-                hidden_size=config.hidden_size,
-                num_heads=config.num_attention_heads,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-            ),
-            rotary_emb_params=RotaryParams(
-                inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
-            ),
-            norm_weights={
-                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
-                for name, norm in self.norms.items()
-            },
-            model_digest=self.model_digest,
-            linear_digest=self.linear_digest,
-            max_message_bytes=max_message_bytes,
-            arithmetic=self.arithmetic,
-            provision_id=None if self.provision is None else self.provision.provision_id,
-            instance_id=instance_id,
-            layers=(self.held_layers[0], self.held_layers[-1]),
-            max_queued_requests=limits.requests,
-            max_queued_bytes=limits.bytes,
-            ranks=self.ranks,
-        )
-
 
 def order_name(layer: int) -> str:
     """Return the name of the tensor that says in which order RoPE's pairs stand."""
     return f"model.layers.{layer}.self_attn.rope_order"
-
-
-def transformed_tensors(config: ModelConfig, *, head: bool) -> dict[str, tuple[int, ...]]:
-    """Return what a directory of transformed whole layers has beside linear weights, and shapes.
-
-    Without the norms of queries and keys, which may have one of two. `head`: with the final norm
-    and the LM head.
-    """
-    D = config.hidden_size
-    tensors: dict[str, tuple[int, ...]] = {}
-    for layer in range(config.num_hidden_layers):
-        names = norm_names(config, layer)
-        tensors |= {names[name]: (D,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return tensors | ({FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)} if head else {})
 
 
 def read_served_model(
@@ -298,8 +224,14 @@ def read_served_model(
         arithmetic = ("float",)
         checkpoint.require(linears)
         if provision.holds != "linears":
-            checkpoint.require(transformed_tensors(config, head=provision.holds == "model"))
-            orders = [order_name(layer) for layer in range(config.num_hidden_layers)]
+            D = config.hidden_size
+            for layer in range(config.num_hidden_layers):
+                names = norm_names(config, layer)
+                # Those of queries and keys may have one of two shapes.
+                checkpoint.require({names[name]: (D,) for name in _LAYER_NORMS})
+                orders.append(order_name(layer))
+            head = {FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)}
+            checkpoint.require(head if provision.holds == "model" else {})
     checkpoint.refuse_extra(config, orders)
     linear = linear_digest(config, checkpoint)
     if linear is not None:
@@ -343,7 +275,7 @@ def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.
     size, names = (config.hidden_size,), {"final_norm": FINAL_NORM}
     for layer in range(config.num_hidden_layers):
         found = norm_names(config, layer)
-        for short in ("input_layernorm", "post_attention_layernorm"):
+        for short in _LAYER_NORMS:
             names[f"layer_{layer}_{short}"] = found[short]
     return {
         said: load_tensor(checkpoint, name, size, dtype=torch.float32)

@@ -11,19 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from zmq import curve_public
+
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
-from gpu_side.cuda.products import check_integers
+from gpu_side.cuda.device import check_integers
 from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
-from gpu_side.handler import Attest, RequestHandler, Served, served_zeros
+from gpu_side.handler import (
+    Attest,
+    QueueLimits,
+    RequestHandler,
+    Served,
+    ServiceState,
+    served_zeros,
+)
 from gpu_side.kernels import NullKernels
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import OPTION, RankJob, RankPlace, by_torchrun, place_of, work
+from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, place_of, work
 from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
 from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
-from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
@@ -35,7 +43,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.messages import Arithmetic
+from protocol.messages import WHOLE, Arithmetic, Columns
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import require_little_endian, torch_dtype
 
@@ -114,7 +122,6 @@ class ServiceSettings:
                 )
             return ServiceKeys(self.secret, read_allow_list(self.allow))
         if self.identity is None and self.allow is None:
-            of_http = self.bind.startswith("http")
             SettingsError.unless(
                 self.http_tokens is None or not self.allow_anyone,
                 "keys",
@@ -122,41 +129,34 @@ class ServiceSettings:
                 "one of them",
             )
             keys = "--identity and --allow (tsqp keys new makes keys)"
-            tokens = "--http-tokens (tsqp api-key NAME --digest makes one)"
+            if self.bind.startswith("http"):
+                keys = "--http-tokens (tsqp api-key NAME --digest makes one)"
             SettingsError.unless(
                 not is_beyond_loopback(self.bind) or self.http_tokens or self.allow_anyone,
                 f"--bind {self.bind}",
                 "an address that other machines reach, open to all of them",
-                f"{tokens if of_http else keys}, or --allow-anyone",
+                f"{keys}, or --allow-anyone",
             )
             return None
         if self.identity is None or self.allow is None or self.allow_anyone:
-            given = {"--identity": self.identity, "--allow": self.allow}
-            names = [name for name, value in given.items() if value is not None]
+            names = [name for name in ("identity", "allow") if getattr(self, name) is not None]
+            names += ["allow-anyone"] * self.allow_anyone
             raise SettingsError(
                 "keys",
-                got=" and ".join(names + ["--allow-anyone"] * self.allow_anyone),
+                got=" and ".join(f"--{name}" for name in names),
                 expected="--identity and --allow, or neither",
             )
         return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
 
     @property
-    def place(self) -> RankPlace:
-        """Which of its ranks this process is. Raises SettingsError."""
-        if self.tensor_parallel == 1:
-            return RankPlace(0, 1)
-        check_columns(read_config(self.model), (0, self.tensor_parallel), OPTION)
-        return place_of(self.tensor_parallel)
-
-    @property
     def limits(self) -> QueueLimits:
         """Limits of the queue. Raises SettingsError for such as can never be reached, or passed."""
-        of_one = self.max_message_bytes if self.max_queued_bytes is None else self.max_queued_bytes
-        of_all = self.max_queued_total_bytes
-        of_all = ALL_CLIENTS * of_one if of_all is None else of_all
+        of_one = self.max_queued_bytes or self.max_message_bytes
+        of_all = self.max_queued_total_bytes or ALL_CLIENTS * of_one
+        one, together, message = (size / 2**20 for size in (of_one, of_all, self.max_message_bytes))
         for option, value, least, why in (
-            ("--max-queued-mib", _mib(of_one), _mib(self.max_message_bytes), "--max-message-mib"),
-            ("--max-queued-total-mib", _mib(of_all), _mib(of_one), "--max-queued-mib"),
+            ("--max-queued-mib", one, message, "--max-message-mib"),
+            ("--max-queued-total-mib", together, one, "--max-queued-mib"),
             (
                 "--max-queued-total-requests",
                 self.max_queued_total_requests,
@@ -213,15 +213,15 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     # Every connection takes a descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    place = settings.place
-    native.set_up(settings.kernels, settings.threads or place.threads)
-    device = parse_device(place.device(settings.device))
-    if place.rank:
+    place = WHOLE if settings.tensor_parallel == 1 else place_of(settings.tensor_parallel)
+    native.set_up(settings.kernels, _threads(settings))
+    device = parse_device(device_at(place, settings.device))
+    if place[0]:
         work(_job(settings, place, device))
         return
     limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
     settings.sessions.check()
-    with limited(log.logger), _stop_signals() as stop:
+    with limited(log.logger), _stop_signals() as stop, ExitStack() as beside:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
@@ -234,7 +234,6 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
         state = ServiceState(
             limits, device=str(device), clients_refused=lambda: listener.clients_refused
         )
-        beside = ExitStack()
         ranks: Ranks | None = None
         try:
             # At once: until then SIGHUP ends the process.
@@ -246,10 +245,16 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                 stop.note_list()
 
             beside.enter_context(rereads_list(allow, *allowed))
-            log.info("bound", endpoint=listener.endpoint, **_lets_in(keys, http))
+            lets_in: dict[str, Any] = {"lets_in": "anyone"}
+            if http is not None and http.tokens is not None:
+                lets_in = {"lets_in": len(http.tokens)}
+            elif keys is not None:
+                key = curve_public(keys.secret).decode("ascii")
+                lets_in = {"lets_in": len(keys.allowed), "key": key}
+            log.info("bound", endpoint=listener.endpoint, **lets_in)
             _serve_metrics(settings, state, beside)
             job = _job(settings, place, device)
-            if place.ranks > 1:
+            if place != WHOLE:
                 ranks = Ranks(job, stop, starts_them=not by_torchrun())
                 beside.callback(ranks.close)
                 ranks.start()
@@ -269,24 +274,9 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
             pass  # as it was told
         finally:
             listener.close()
-            beside.close()
-        if ranks is not None and ranks.failure is not None:
-            raise ranks.failure
+    if ranks is not None and ranks.failure is not None:
+        raise ranks.failure
     log.info("stopped", endpoint=listener.endpoint)
-
-
-def _mib(size: int) -> float:
-    """Return bytes as the command line has them."""
-    return size / (1024 * 1024)
-
-
-def _lets_in(keys: ServiceKeys | None, http: HttpKeys | None) -> dict[str, Any]:
-    """Log which clients may use the service, and by which key they know it."""
-    if http is not None and http.tokens is not None:
-        return {"lets_in": len(http.tokens)}
-    if keys is None:
-        return {"lets_in": "anyone"}
-    return {"lets_in": len(keys.allowed), "key": keys.public.decode("ascii")}
 
 
 def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitStack) -> None:
@@ -326,7 +316,7 @@ def _load(
     """Read the weights. Raises StoppedWhileLoadingError if a stop signal comes meanwhile."""
     began = logged = time.monotonic()
     config, layers = read_config(job.model), job.layers
-    several: dict[str, Any] = {} if ranks is None else {"ranks": job.place.ranks}
+    several: dict[str, Any] = {} if ranks is None else {"ranks": job.place[1]}
     log.info(
         "loading",
         model=job.model.name,
@@ -345,18 +335,28 @@ def _load(
             logged = time.monotonic()
             log.info("loading", layers_done=done, layers=total)
 
-    served: ServiceWeights | Served
+    held: ServedModel
     if isinstance(device, NullDevice):
         held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
-        _log_loaded(held, 0, time.monotonic() - began)
-        served = served_zeros(held, NullKernels(device, torch_dtype(job.dtype)))
+        served: ServiceWeights | Served = served_zeros(
+            held, NullKernels(device, torch_dtype(job.dtype))
+        )
     else:
         if ranks is not None:
             ranks.join()
-        weights = job.load(device, progress)
-        _log_loaded(weights, weights.weight_bytes, time.monotonic() - began)
-        served = weights if ranks is None else ranks.served(weights)
+        held = served = job.load(device, progress)
+    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
+    log.info(
+        "loaded",
+        weight_bytes=held.weight_bytes if isinstance(held, ServiceWeights) else 0,
+        load_s=round(time.monotonic() - began, 2),
+        digest=held.model_digest[:16],
+        arithmetic="+".join(held.arithmetic),
+        **masked,
+    )
+    if ranks is not None and isinstance(served, ServiceWeights):
+        served = ranks.served(served)
     return RequestHandler(
         served,
         settings.max_message_bytes,
@@ -367,9 +367,16 @@ def _load(
     )
 
 
-def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob:
+def _threads(settings: ServiceSettings) -> int | None:
+    """Return how many a process uses: of several each has its share of the cores; None: all."""
+    ranks = settings.tensor_parallel
+    return settings.threads or (None if ranks == 1 else max(1, native.usable_cores() // ranks))
+
+
+def _job(settings: ServiceSettings, place: Columns, device: Device) -> RankJob:
     """Return what every rank is told, and a service that has no other ranks."""
     config = read_config(settings.model)
+    check_columns(config, (0, place[1]), OPTION)
     return RankJob(
         place=place,
         store=None,
@@ -378,22 +385,10 @@ def _job(settings: ServiceSettings, place: RankPlace, device: Device) -> RankJob
         dtype=settings.dtype or config.dtype,
         arithmetic=_arithmetic(settings, config, device),
         kernels=settings.kernels,
-        threads=settings.threads,
+        threads=_threads(settings),
         spin_us=settings.spin_us,
         layers=settings.layers,
         max_message_bytes=settings.max_message_bytes,
-    )
-
-
-def _log_loaded(held: ServedModel, weight_bytes: int, load_s: float) -> None:
-    masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
-    log.info(
-        "loaded",
-        weight_bytes=weight_bytes,
-        load_s=round(load_s, 2),
-        digest=held.model_digest[:16],
-        arithmetic="+".join(held.arithmetic),
-        **masked,
     )
 
 

@@ -15,10 +15,6 @@ AES-256-GCM (NIST SP 800-38D), with a key for each session that lives in this pr
 alone. Nonces are a counter of the key's, which never goes back: a session that comes back and is
 written again goes on with the next. What was written is bound to its client, session, layers and
 sizes, and to its place in the file. A file that was changed is no session any more.
-
-Writing holds up all clients, so one request has a limited number of bytes written; a session
-beyond them is lost, and its client sends the tokens once more. Where there is no room, a client
-that has more than half of it loses its own sessions first, then the least recently used of all go.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gpu_side.event_log import log
 from protocol.tensors import raw_bytes
 
 # Tokens by which a cache grows, and that are dropped at once at least.
@@ -46,9 +41,6 @@ _DROPPED_TOKENS = 256
 _TAG_BYTES, _NONCE_BYTES = 16, 12
 
 _PIECE_BYTES = 2**24
-
-# Each has a file descriptor, and so has each connection.
-MAX_FILES = 512
 
 
 class CacheShape(NamedTuple):
@@ -102,7 +94,11 @@ class SessionCache:
     def __init__(self, shape: CacheShape, key: SpillKey | None = None) -> None:
         self.shape, self.key = shape, key or SpillKey()
         self.used_s = 0.0
-        self.tensors: list[torch.Tensor] = []
+        layers, heads, head_dim, dtype, device = shape
+        self.tensors = [
+            torch.empty(2, heads, 0, head_dim, dtype=dtype, device=device)
+            for _ in range(layers if device is not None else 0)
+        ]
         self.capacity = self.length = self.sinks = self.dropped = 0
 
     @property
@@ -150,16 +146,11 @@ class SessionCache:
     def resize(self, capacity: int) -> None:
         """Take memory for so many tokens in place of what there is; what is stored stays."""
         self.capacity = min(self.capacity, capacity)
-        layers, heads, head_dim, dtype, device = self.shape
-        if device is not None:
-            # One layer after the other, so that little is there twice.
-            for layer in range(layers):
-                made = torch.empty(2, heads, capacity, head_dim, dtype=dtype, device=device)
-                if layer < len(self.tensors):
-                    made[:, :, : self.stored] = self.tensors[layer][:, :, : self.stored]
-                    self.tensors[layer] = made
-                else:
-                    self.tensors.append(made)
+        # One layer after the other, so that little is there twice.
+        for layer, had in enumerate(self.tensors):
+            made = had.new_empty(2, self.shape.heads, capacity, self.shape.head_dim)
+            made[:, :, : self.stored] = had[:, :, : self.stored]
+            self.tensors[layer] = made
         self.capacity = capacity
 
     def take_over(self, other: SessionCache, tokens: int) -> None:
@@ -263,14 +254,9 @@ class Account:
     resting: OrderedDict[SessionName, None] = field(default_factory=OrderedDict)
 
     @property
-    def in_use(self) -> int:
-        """Bytes of the sessions that are in use."""
-        return self.bytes - self.resting_bytes
-
-    @property
-    def oldest(self) -> SessionName | None:
-        """The session at rest that was used least recently."""
-        return next(iter(self.resting), None)
+    def oldest(self) -> SessionName:
+        """The session at rest that was used least recently; there is one."""
+        return next(iter(self.resting))
 
 
 class Ledger:
@@ -320,92 +306,3 @@ class Ledger:
 
     def _accounts(self, name: SessionName) -> tuple[Account, Account]:
         return self.all, self.clients.setdefault(name.client, Account())
-
-
-# What a processor encrypts and writes in about a second.
-REQUEST_BYTES = 2**28
-
-
-class SessionFiles:
-    """Sessions on disk, by name. `directory`: None keeps none; `most`: bytes of all."""
-
-    def __init__(self, directory: Path | None, most: int) -> None:
-        self._directory, self._most = directory, most
-        self._files: dict[SessionName, SpilledSession] = {}
-        self._ledger = Ledger()
-        self._left = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Of those that are there."""
-        return self._ledger.all.bytes
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __iter__(self) -> Iterator[SessionName]:
-        return iter(self._files)
-
-    def begin_request(self) -> None:
-        """Allow as many bytes to be written as one request may have."""
-        self._left = REQUEST_BYTES
-
-    def put(self, name: SessionName, cache: SessionCache) -> None:
-        """Write a session; it is lost where that cannot be."""
-        size = cache.stored * cache.shape.token_bytes
-        # To make a file takes its time, too: none more than there may be.
-        cost = max(size, REQUEST_BYTES // MAX_FILES)
-        if self._directory is None or not (cache.tensors and size) or cost > self._left:
-            return
-        self._left -= cost
-        try:
-            written = SpilledSession(self._directory, name, cache)
-        except (OSError, OverflowError) as error:
-            log.warning("not_spilled", detail=type(error).__name__)
-            return
-        self._files[name] = written
-        self._ledger.resize(name, written.bytes)
-        self._ledger.rest(name)
-        while (oldest := self._oldest()) is not None and (
-            self.total_bytes > self._most or len(self._files) > MAX_FILES
-        ):
-            self.forget(oldest)
-
-    def take(self, name: SessionName) -> SpilledSession | None:
-        """Return a session that is there, and is the caller's to close; else None."""
-        self._ledger.remove(name)
-        return self._files.pop(name, None)
-
-    def touch(self, name: SessionName) -> None:
-        """Let a session, if it is there, be the last to go."""
-        if name in self._files:
-            self._ledger.use(name)
-            self._ledger.rest(name)
-
-    def forget(self, name: SessionName) -> None:
-        """Forget a session, if it is there."""
-        if (found := self.take(name)) is not None:
-            found.close()
-
-    def forget_client(self, client: bytes) -> None:
-        """Forget all sessions of a client."""
-        for name in list(self._ledger.of(client).resting):
-            self.forget(name)
-
-    def expire(self, until_s: float) -> None:
-        """Forget what was used last at `until_s` or before."""
-        for name in [name for name, file in self._files.items() if file.used_s <= until_s]:
-            self.forget(name)
-
-    def oldest_s(self) -> float:
-        """Return when the session was used that was used least recently; inf if there is none."""
-        return min((file.used_s for file in self._files.values()), default=float("inf"))
-
-    def _oldest(self) -> SessionName | None:
-        """Return what goes first: of a client that has more than half, where there is one."""
-        large = (
-            account
-            for account in self._ledger.clients.values()
-            if 2 * account.bytes > self._most or 2 * len(account.resting) > MAX_FILES
-        )
-        return next(large, self._ledger.all).oldest

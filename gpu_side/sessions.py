@@ -4,6 +4,11 @@ A client names its own sessions alone: its connection, or with keys its key, is 
 client that needs room loses its own sessions first, down to its limit, then whichever of all was
 used least recently goes. What the running request uses stays. A session that goes waits on disk
 where there is a directory for it (`gpu_side.session_cache`), and is lost otherwise.
+
+Writing holds up all clients, so one request has a limited number of bytes written; a session
+beyond them is lost, and its client sends the tokens once more. Where there is no room on disk, a
+client that has more than half of it loses its own sessions first, then the least recently used of
+all go.
 """
 
 from __future__ import annotations
@@ -24,13 +29,19 @@ from gpu_side.session_cache import (
     CacheShape,
     Ledger,
     SessionCache,
-    SessionFiles,
     SessionName,
+    SpilledSession,
     Window,
 )
 from protocol.errors import ErrorCode, ProtocolError, SettingsError
 
 _MEMINFO = Path("/proc/meminfo")
+
+# What a processor encrypts and writes in about a second.
+REQUEST_BYTES = 2**28
+
+# Each has a file descriptor, and so has each connection.
+MAX_FILES = 512
 
 NO_SESSION = bytes(16)
 
@@ -122,15 +133,19 @@ class SessionStore:
         self._ttl_s, self._clock = settings.ttl_s, clock
         self._held: dict[SessionName, SessionCache] = {}
         self._ledger = Ledger()
-        self._files = SessionFiles(settings.spill, settings.spill_bytes or self._most)
+        self._directory, self._most_spilled = settings.spill, settings.spill_bytes or self._most
+        self._files: dict[SessionName, SpilledSession] = {}
+        self._on_disk = Ledger()
+        # Bytes that this request may still have written.
+        self._spill_left = REQUEST_BYTES
         # No session ends before.
         self.look_at_s = float("inf")
 
     @property
     def totals(self) -> SessionTotals:
         """What there is now; from another thread as well."""
-        files = self._files
-        return SessionTotals(len(self._held), self._ledger.all.bytes, len(files), files.total_bytes)
+        held, on_disk = self._ledger.all.bytes, self._on_disk.all.bytes
+        return SessionTotals(len(self._held), held, len(self._files), on_disk)
 
     @contextmanager
     def running(
@@ -148,7 +163,7 @@ class SessionStore:
         far as is needed, SESSIONS_FULL where all of the client's memory does not hold them.
         """
         self.expire()
-        self._files.begin_request()
+        self._spill_left = REQUEST_BYTES
         names = [SessionName(client, part.session, *layers) for part in parts]
         ends = {
             name: part.start + part.rows
@@ -157,7 +172,10 @@ class SessionStore:
         }
         for name in ends:
             self._ledger.use(name)
-            self._files.touch(name)
+            if name in self._files:
+                # The last of them to go.
+                self._on_disk.use(name)
+                self._on_disk.rest(name)
         caches: dict[SessionName, SessionCache] = {}
         try:
             for name, part in zip(names, parts, strict=True):
@@ -240,7 +258,8 @@ class SessionStore:
     def _make_room(self, client: bytes, more: int) -> bool:
         """Evict until so many bytes more fit; False, and nothing is evicted, where they cannot."""
         ledger = self._ledger
-        if ledger.of(client).in_use + more > self._most_client:
+        account = ledger.of(client)
+        if account.bytes - account.resting_bytes + more > self._most_client:
             return False
         while (account := ledger.of(client)).bytes + more > self._most_client:
             self._evict(account.oldest)
@@ -248,19 +267,48 @@ class SessionStore:
             self._evict(ledger.all.oldest)
         return True
 
-    def _evict(self, name: SessionName | None) -> None:
-        if name is None:
-            raise RuntimeError("sessions at rest have bytes, and there is none")
+    def _evict(self, name: SessionName) -> None:
         cache = self._held[name]
         self._forget(name)
-        self._files.put(name, cache)
+        self._spill(name, cache)
+
+    def _spill(self, name: SessionName, cache: SessionCache) -> None:
+        """Write a session to disk; it is lost where that cannot be."""
+        size = cache.stored * cache.shape.token_bytes
+        # To make a file takes its time, too: none more than there may be.
+        cost = max(size, REQUEST_BYTES // MAX_FILES)
+        if self._directory is None or not (cache.tensors and size) or cost > self._spill_left:
+            return
+        self._spill_left -= cost
+        try:
+            written = SpilledSession(self._directory, name, cache)
+        except (OSError, OverflowError) as error:
+            log.warning("not_spilled", detail=type(error).__name__)
+            return
+        disk, most = self._on_disk, self._most_spilled
+        self._files[name] = written
+        disk.resize(name, written.bytes)
+        disk.rest(name)
+        while disk.all.bytes > most or len(self._files) > MAX_FILES:
+            # First of a client that has more than half, where there is one.
+            large = (
+                account
+                for account in disk.clients.values()
+                if 2 * account.bytes > most or 2 * len(account.resting) > MAX_FILES
+            )
+            self._forget(next(large, disk.all).oldest)
+
+    def _take_file(self, name: SessionName) -> SpilledSession | None:
+        """Return a session from disk, which is the caller's to close; None if it is not there."""
+        self._on_disk.remove(name)
+        return self._files.pop(name, None)
 
     def _present(self, name: SessionName) -> SessionCache | None:
         """Return a session's cache for use, from disk where it is there; None where it is lost."""
         if (held := self._held.get(name)) is not None:
             self._ledger.use(name)
             return held
-        if (file := self._files.take(name)) is None:
+        if (file := self._take_file(name)) is None:
             return None
         cache = self._held[name] = SessionCache(file.shape, file.key)
         found = False
@@ -289,13 +337,13 @@ class SessionStore:
     def _forget(self, name: SessionName) -> None:
         self._held.pop(name, None)
         self._ledger.remove(name)
-        self._files.forget(name)
+        if (file := self._take_file(name)) is not None:
+            file.close()
 
     def forget_client(self, client: bytes) -> None:
         """Forget all sessions of a client; not while its request runs."""
-        for name in list(self._ledger.of(client).resting):
+        for name in [*self._ledger.of(client).resting, *self._on_disk.of(client).resting]:
             self._forget(name)
-        self._files.forget_client(client)
 
     def forget_revoked(self, is_allowed: Callable[[bytes], bool]) -> None:
         """Forget all sessions of clients that are not let in any more; not while a request runs."""
@@ -310,15 +358,15 @@ class SessionStore:
         """
         now_s = self._clock()
         if now_s >= self.look_at_s:
-            self._files.expire(now_s - self._ttl_s)
-            while (name := self._ledger.all.oldest) is not None:
-                used_s = self._held[name].used_s
-                if used_s > now_s - self._ttl_s:
-                    break
+            until_s, resting = now_s - self._ttl_s, self._ledger.all.resting
+            for name in [name for name, file in self._files.items() if file.used_s <= until_s]:
                 self._forget(name)
-            else:
-                used_s = float("inf")
-            self.look_at_s = min(used_s, self._files.oldest_s()) + self._ttl_s
+            while resting and self._held[self._ledger.all.oldest].used_s <= until_s:
+                self._forget(self._ledger.all.oldest)
+            left = [file.used_s for file in self._files.values()]
+            if resting:
+                left.append(self._held[self._ledger.all.oldest].used_s)
+            self.look_at_s = min(left, default=float("inf")) + self._ttl_s
         return self.look_at_s - now_s
 
 

@@ -76,24 +76,17 @@ class EmbeddingWork:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentWork:
-    """So many whole layers, each of these products and attention; then perhaps the LM head."""
-
-    layers: int
-    linears: tuple[LinearWork, ...]
-    head: LinearWork | None
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """What a checked request asks for.
 
     `shape` and `dtype` are those of the output; `input_bytes` is the size of all input tensors.
+    `work`: of a Segment the products of its layers, beside which there is attention, and perhaps
+    that of the LM head.
     """
 
     shape: Shape
     dtype: str
-    work: LinearWork | MatmulWork | EmbeddingWork | SegmentWork
+    work: LinearWork | MatmulWork | EmbeddingWork | tuple[LinearWork, ...]
     input_bytes: int
 
     @property
@@ -115,15 +108,24 @@ class RequestChecker:
         """Check a request. Raises ProtocolError: it does not fit, or what it needs is not held."""
         match request:
             case LinearRequest(hidden_states=rows) | RingLinearRequest(elements=rows):
-                integer = isinstance(request, RingLinearRequest)
-                return self._linear(request, rows, integer=integer)
-            case SeededRingLinearRequest():
-                return self._seeded(request)
+                return self._linear(request, rows)
+            case SeededRingLinearRequest(method=method):
+                # Its elements are checked as if they had come: none are made before.
+                _require_form(f"{method}.seed", request.seed, "int32", SEED_SHAPE)
+                elements = WireTensor("int32", (request.rows, request.columns), b"")
+                task = self._linear(request, elements)
+                self._bound(f"{method}.rows", task.input_bytes + TAG_BYTES, "elements")
+                return task
             case MatmulRequest(a=a, b=b):
                 return self._matmul(a.dtype, a.shape, b.dtype, b.shape)
             case LMHeadRequest(hidden_states=rows) | RingLMHeadRequest(elements=rows):
-                integer = isinstance(request, RingLMHeadRequest)
-                return self._lm_head(request.method, rows, integer=integer)
+                integer, held = isinstance(request, RingLMHeadRequest), self._held
+                self._require_held(held.has_lm_head, request.method, "an LM head")
+                # The float one is there whatever the linear weights are.
+                holds = not integer or "int8" in held.arithmetic
+                self._require_held(holds, request.method, "int8 weights")
+                sizes = self._part.hidden_size, self._part.vocab_size
+                return self._product(request.method, rows, *sizes, integer=integer)
             case EmbeddingRequest(input_ids=ids):
                 return self._embedding(ids.dtype, ids.shape, request.dtype)
             case SegmentRequest():
@@ -138,22 +140,12 @@ class RequestChecker:
         known = low >= 0 and high < size
         require_field(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
 
-    def _seeded(self, request: SeededRingLinearRequest) -> Task:
-        """Check a seed, and its elements as if they had come: none are made before."""
-        method, seed = request.method, request.seed
-        _require_form(f"{method}.seed", seed, "int32", SEED_SHAPE)
-        elements = WireTensor("int32", (request.rows, request.columns), b"")
-        task = self._linear(request, elements, integer=True)
-        self._bound(f"{method}.rows", task.input_bytes + TAG_BYTES, "elements")
-        return task
-
     def _linear(
         self,
         request: LinearRequest | RingLinearRequest | SeededRingLinearRequest,
         tensor: WireTensor,
-        *,
-        integer: bool,
     ) -> Task:
+        integer = not isinstance(request, LinearRequest)
         kind = "int8" if integer else "float"
         self._require_held(kind in self._held.arithmetic, request.method, f"{kind} weights")
         method, layer, names = request.method, request.layer_idx, request.module_names
@@ -170,14 +162,6 @@ class RequestChecker:
         sizes = [self._part.module_shape(name) for name in names]
         in_features, out_features = sizes[0][1], sum(size[0] for size in sizes)
         return self._product(method, tensor, in_features, out_features, integer=integer)
-
-    def _lm_head(self, method: str, tensor: WireTensor, *, integer: bool) -> Task:
-        self._require_held(self._held.has_lm_head, method, "an LM head")
-        # The float one is there whatever the linear weights are.
-        held = not integer or "int8" in self._held.arithmetic
-        self._require_held(held, method, "int8 weights")
-        config = self._part
-        return self._product(method, tensor, config.hidden_size, config.vocab_size, integer=integer)
 
     def _product(
         self, method: str, tensor: WireTensor, in_features: int, out_features: int, *, integer: bool
@@ -220,18 +204,17 @@ class RequestChecker:
             f"layers {first} to {last}",
             f"one from the first on, below {behind}",
         )
-        held = first in self._held.held_layers and last in self._held.held_layers
-        self._require_held(held, "Segment", f"layers {first} to {last}")
+        held = self._held.held_layers
+        self._require_held(first in held and last in held, "Segment", f"layers {first} to {last}")
         require_field(
             not request.lm_head or last + 1 == behind,
             "Segment.lm_head",
             f"an LM head behind layer {last}",
             f"one behind layer {behind - 1}",
         )
-        held = not request.lm_head or self._held.has_segment_head
-        self._require_held(held, "Segment", "an LM head")
-        where = "Segment.hidden_states"
-        D = config.hidden_size
+        has_head = not request.lm_head or self._held.has_segment_head
+        self._require_held(has_head, "Segment", "an LM head")
+        where, D = "Segment.hidden_states", config.hidden_size
         require_field(
             hidden.dtype in _FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
             where,
@@ -244,21 +227,17 @@ class RequestChecker:
         require_field(
             parts <= _MOST_PARTS, "Segment.parts", f"{parts} parts", f"at most {_MOST_PARTS}"
         )
-        operators = (map(config.module_shape, names) for names in FUSED_MODULES.values())
-        works = tuple(
-            LinearWork(rows, shapes[0][1], sum(out for out, _ in shapes), integer=False)
-            for shapes in map(list, operators)
-        )
+        shapes = (config.row_layout(name)[1] for name in FUSED_MODULES)
+        works = tuple(LinearWork(rows, inner, outer, integer=False) for outer, inner in shapes)
         # What lies between is as large as what a Linear of these rows would be answered with.
         self._bound(where, rows * max(work.out_features for work in works) * ITEMSIZE[hidden.dtype])
-        outputs, head = request.outputs.shape[0], None
+        width = config.vocab_size if request.lm_head else D
+        self._bound(where, wanted * width * ITEMSIZE[hidden.dtype])
+        works *= last - first + 1
         if request.lm_head:
-            head = LinearWork(outputs, D, config.vocab_size, integer=False)
-        width = D if head is None else head.out_features
-        self._bound(where, outputs * width * ITEMSIZE[hidden.dtype])
-        work = SegmentWork(last - first + 1, works, head)
+            works += (LinearWork(wanted, D, width, integer=False),)
         size = sum(one.payload_bytes for one in (hidden, request.parts, request.outputs))
-        return Task((outputs, width), hidden.dtype, work, size)
+        return Task((wanted, width), hidden.dtype, works, size)
 
     def _matmul(self, a_dtype: str, a: Shape, b_dtype: str, b: Shape) -> Task:
         require_field(

@@ -38,8 +38,6 @@ from protocol.model.weights import (
 )
 
 Progress = Callable[[int, int], None]
-# Reads a tensor of a checked shape, by its name, to the device.
-Read = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 # By layer, then by fused operator.
 FloatLinears = dict[int, dict[LinearOperator, FusedLinear]]
@@ -143,7 +141,7 @@ def load_weights(
     config, arithmetic = held.part, held.arithmetic
     checkpoint = PartCheckpoint(directory, columns)
 
-    read: Read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
+    read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
     vocabulary = (config.vocab_size, config.hidden_size)
     embedding = read(EMBEDDING, vocabulary) if held.has_embedding else None
     lm_head: torch.Tensor | None = None
@@ -191,11 +189,15 @@ def load_weights(
 def _read_segment(
     held: ServedModel,
     checkpoint: Checkpoint,
-    read: Read,
+    read: Callable[[str, tuple[int, ...]], torch.Tensor],
     lm_head: torch.Tensor | None,
     device: torch.device,
 ) -> SegmentWeights:
-    """Read what whole layers need besides. `lm_head`: of the service itself. Raises ModelError."""
+    """Read what whole layers need besides.
+
+    `read`: reads a tensor of a checked shape, by its name, to the device. `lm_head`: of the service
+    itself. Raises ModelError.
+    """
     config, transformed = held.config, held.provision is not None
     (H, K, C), D = config.heads, config.hidden_size
     heads = {"q_norm": H, "k_norm": K} if transformed else {}

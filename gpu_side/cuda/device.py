@@ -1,5 +1,7 @@
 """What of a CUDA device the products need: memory that it reaches, events, graphs, jobs, tiles.
 
+`check_integers` finds out at the start whether a device's int8 products are exact.
+
 `CudaDevice` has not run on a GPU; tests put a stand-in in its place.
 
 A tile is how the exact product is cut into blocks: there is a short list for each number of rows.
@@ -12,12 +14,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from gpu_side.event_log import log
+from gpu_side.served_model import OPERATOR_OF
+from protocol.errors import KernelError
+from protocol.integer import MAX_IN_FEATURES, check_kernels
+from protocol.model.config import ModelConfig
 
 # Numbers of rows of which graphs are made; see `gpu_side.cuda.products`.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
@@ -48,16 +53,6 @@ class InPlaceJob:
         """Give it these rows and this result, in host memory that the device reaches."""
         self._word[0] = 0
         self._numbers[:] = rows.data_ptr(), result.data_ptr(), len(rows)
-
-
-class Event(Protocol):
-    """A place in the queue of the device."""
-
-    def record(self) -> None:
-        """Place it behind all that the device was given."""
-
-    def query(self) -> bool:
-        """Say whether the device has got there. Raises RuntimeError where it has failed."""
 
 
 class CudaDevice:
@@ -95,7 +90,7 @@ class CudaDevice:
         """Say whether it has done all that it was given. Raises RuntimeError where it failed."""
         return torch.cuda.current_stream(self._device).query()
 
-    def event(self) -> Event:
+    def event(self) -> torch.cuda.Event:
         """Return a new event."""
         return torch.cuda.Event()
 
@@ -185,32 +180,42 @@ def tiles_for(rows: int) -> Sequence[Tile]:
     return _DIRECT if rows <= DIRECT_ROWS else _FEW if rows <= 32 else _MANY
 
 
-def bucket(rows: int) -> int:
-    """Return the number of rows that stands for this one: the next power of two, 512 at most."""
-    return min(1 << (rows - 1).bit_length(), 512)
+def check_integers(config: ModelConfig, device: torch.device | None) -> None:
+    """Check that this device computes this model's int8 products exactly. Raises KernelError.
+
+    `device`: None for a null one, which has no products: then only the widths must fit.
+    """
+    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
+    KernelError.unless(
+        widest <= MAX_IN_FEATURES,
+        "int8 weights of this model",
+        f"{widest} in_features",
+        f"at most {MAX_IN_FEATURES}",
+    )
+    if device is not None:
+        (check_ring if device.type == "cuda" else check_kernels)(device)
 
 
-class TileChoices:
-    """Chooses a tile for each shape once. `time_us`: says how long what it is given takes."""
+def check_ring(device: torch.device) -> None:
+    """Compare the kernels in all their tiles with exact arithmetic on this device.
 
-    def __init__(self, time_us: Callable[[Callable[[], object]], float]) -> None:
-        self._time_us = time_us
-        self._chosen: dict[tuple[int, int, int], Tile] = {}
-
-    def choose(
-        self, rows: int, in_features: int, out_features: int, run: Callable[[Tile], object]
-    ) -> Tile:
-        """Return the fastest tile. `run`: computes the product, for the first of its shape only."""
-        key = (in_features, out_features, bucket(rows))
-        if (tile := self._chosen.get(key)) is None:
-            took_us = {tile: self._time_us(partial(run, tile)) for tile in tiles_for(rows)}
-            tile = self._chosen[key] = min(took_us, key=took_us.__getitem__)
-            log.info(
-                "tile",
-                in_features=in_features,
-                out_features=out_features,
-                rows=key[-1],
-                tile="x".join(map(str, tile)),
-                us=round(took_us[tile], 1),
-            )
-        return tile
+    Compiles them, which takes seconds the first time and is kept by Triton. Raises KernelError:
+    Triton is not there, cannot compile, or gives a wrong number.
+    """
+    where = f"int8 products on {device}"
+    try:
+        # Not imported, and need not be installed, where nothing is computed on a GPU.
+        from gpu_side.cuda.ring import every_tile
+    except ImportError:
+        raise KernelError(
+            where, got="no Triton", expected="it installed: torch for CUDA brings it"
+        ) from None
+    try:
+        check_kernels(device, every_tile)
+    except KernelError:
+        raise
+    except Exception as error:
+        # Of its compiler, the C compiler that it calls, and the driver: no common class.
+        raise KernelError(
+            where, got=f"{type(error).__name__} from Triton", expected="kernels that it compiles"
+        ) from error

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from gpu_side.cuda.kernels import device_kernels
+from gpu_side.cuda.products import device_kernels
 from gpu_side.event_log import log
 from gpu_side.handler import Served
-from gpu_side.kernels import Kernel, Result, Working
-from gpu_side.ranks.worker import Group, RankJob, RankPlace
+from gpu_side.kernels import Kernel, Prepare, Result, Working, there
+from gpu_side.ranks.worker import Group, RankJob
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.transport.listener import Incoming
@@ -54,16 +54,6 @@ _TIMES = 10.0
 _END_S = 10.0
 # A connection ends with its process, whose end is known a moment later.
 _NOTICE_S = 1.0
-
-
-def _how_it_ended(status: int) -> str:
-    """Say how a process has ended, by its exit status."""
-    if status >= 0:
-        return f"a process that ended with {status}"
-    try:
-        return f"a process killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"a process killed by signal {-status}"
 
 
 class Ranks:
@@ -93,16 +83,15 @@ class Ranks:
         """
         if self._folder is None:
             return
-        for rank in range(1, self.job.place.ranks):
-            place = RankPlace(rank, self.job.place.ranks)
-            its_job = self.job.model_copy(update={"place": place})
+        _, ranks = self.job.place
+        for rank in range(1, ranks):
+            its_job = self.job.model_copy(update={"place": (rank, ranks)})
             command = [sys.executable, "-P", "-m", "gpu_side.ranks.worker", str(os.getpid())]
-            threads = str(self.job.threads or place.threads)
             process = subprocess.Popen(  # noqa: S603 - a module of ours, and settings as JSON
                 [*command, its_job.model_dump_json()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": threads},
+                env={**os.environ, "OMP_NUM_THREADS": str(self.job.threads)},
             )
 
             def watch(rank: int = rank, process: subprocess.Popen[bytes] = process) -> None:
@@ -129,15 +118,15 @@ class Ranks:
 
     def served(self, weights: ServiceWeights) -> Served:
         """Return what all of them hold, once the others have loaded. Raises EndpointError."""
-        group = self._joined
+        group = there(self._group)
         expected = self.job.holds(weights)
         for rank in group.others:
             with self._of_others("no weights"):
                 said, _ = group.receive(rank, timedelta(seconds=LOAD_S))
             if said != expected:
                 raise self.fail(rank, "other weights than ours")
-        model = replace(weights, columns=WHOLE, ranks=self.job.place.ranks)
-        return Served(model, RankKernels(self, weights))
+        model = replace(weights, columns=WHOLE, ranks=self.job.place[1])
+        return Served(model, rank_kernels(self, weights))
 
     def compute(
         self,
@@ -152,8 +141,9 @@ class Ranks:
         where one of them is gone; what our own part raises.
         """
         with self._of_requests():
-            sent = self._joined.send(header, request.data, self._joined.others)
-            coming = self._joined.begin_results(buffers)
+            group = there(self._group)
+            sent = group.send(header, request.data, group.others)
+            coming = group.begin_results(buffers)
         began = time.monotonic()
         try:
             return own()
@@ -195,15 +185,11 @@ class Ranks:
         if self._group is not None and not at_once:
             self._group.leave()  # where it has failed, it could wait for ever
 
-    @property
-    def _joined(self) -> Group:
-        if self._group is None:
-            raise RuntimeError("ranks that have not joined")
-        return self._group
-
     def _has_ended(self, rank: int, status: int) -> None:
         if not self._ending:
-            self.fail(rank, _how_it_ended(status))
+            names = {-number: number.name for number in signal.Signals}
+            how = f"killed by {names.get(status, f'signal {-status}')}"
+            self.fail(rank, f"a process {how if status < 0 else f'that ended with {status}'}")
 
     @contextmanager
     def _of_others(self, got: str) -> Iterator[None]:
@@ -231,73 +217,66 @@ class Ranks:
             ) from None
 
 
-class _OfAll:
-    """Work on a GPU that goes on when the other ranks' parts have come; if they do, in time."""
+def rank_kernels(ranks: Ranks, weights: ServiceWeights) -> Prepare:
+    """Return products by all ranks; what needs no weight, by the head alone."""
+    own, (_, count) = device_kernels(weights, ranks.job.spin_us), ranks.job.place
+    parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
+    checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in parts]
 
-    def __init__(self, ranks: Ranks, working: Working) -> None:
-        self._ranks, self._working = ranks, working
-        self._until_ns = time.perf_counter_ns() + int(COMPUTE_S * 1e9)
-
-    def ends_ns(self) -> int:
-        """See `Working.ends_ns`."""
-        ends_ns, now_ns = self._working.ends_ns(), time.perf_counter_ns()
-        if ends_ns > now_ns and (self._ranks.failure is not None or now_ns > self._until_ns):
-            raise RuntimeError(str(self._ranks.fail(None, "no reply")))
-        return ends_ns
-
-
-class RankKernels:
-    """Products by all ranks; what needs no weight, by the head alone."""
-
-    def __init__(self, ranks: Ranks, weights: ServiceWeights) -> None:
-        self._ranks = ranks
-        self._own = device_kernels(weights, ranks.job.spin_us)
-        self._device, self._dtype = weights.device, weights.dtype
-        count = ranks.job.place.ranks
-        self._parts = [replace(weights, columns=(rank, count)) for rank in range(count)]
-        self._checkers = [RequestChecker(part, ranks.job.max_message_bytes) for part in self._parts]
-
-    def prepare(self, request: Computed, task: Task) -> Kernel:
-        """See `gpu_side.kernels.Kernels.prepare`."""
+    def prepare(request: Computed, task: Task) -> Kernel:
         if isinstance(request, MatmulRequest):
-            return self._own.prepare(request, task)
-        tasks = [checker.check(request) for checker in self._checkers]
-        own = self._own.product(request, tasks[0])
+            return own.prepare(request, task)
+        tasks = [checker.check(request) for checker in checkers]
+        product = own.product(request, tasks[0])
         # Rounded for the reply once they are together.
         integer = isinstance(request, RingLinearRequest | RingLMHeadRequest)
-        dtype = torch.int32 if integer else self._dtype
+        dtype = torch.int32 if integer else weights.dtype
         field = next(name for name, value in request if isinstance(value, WireTensor))
         header = REQUEST.header(request_template(request, [b""]), 1, MAX_TIMEOUT_MS)
-        join = self._join(request)
+        join = _join(request, parts)
 
         def kernel(request: Any, _incoming: Incoming | None) -> Result:
             others = [
-                torch.empty(part.shape, dtype=dtype, device=self._device) for part in tasks[1:]
+                torch.empty(part.shape, dtype=dtype, device=weights.device) for part in tasks[1:]
             ]
-            first = self._ranks.compute(
-                header, getattr(request, field), others, lambda: own(request)
-            )
-            reply, working = self._own.transfer.reply(join([first, *others]), task)
-            return reply, None if working is None else _OfAll(self._ranks, working)
+            first = ranks.compute(header, getattr(request, field), others, lambda: product(request))
+            reply, working = own.transfer.reply(join([first, *others]), task)
+            return reply, None if working is None else _of_all(ranks, working)
 
         return kernel
 
-    def _join(self, request: Computed) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-        """Return what makes one output of the ranks' parts."""
-        if isinstance(request, EmbeddingRequest):
-            # Each token's row is one rank's, and zeros elsewhere.
-            return lambda parts: reduce(torch.Tensor.add_, parts)
-        if isinstance(request, LMHeadRequest | RingLMHeadRequest | MatmulRequest):
-            return lambda parts: torch.cat(parts, dim=-1)
-        names = request.module_names
-        widths = [[part.part.module_shape(name)[0] for name in names] for part in self._parts]
+    return prepare
 
-        def join(parts: list[torch.Tensor]) -> torch.Tensor:
-            of_ranks = [
-                part.split(sizes, dim=-1) for part, sizes in zip(parts, widths, strict=True)
-            ]
-            return torch.cat(
-                [piece for module in zip(*of_ranks, strict=True) for piece in module], dim=-1
-            )
 
-        return join
+def _of_all(ranks: Ranks, working: Working) -> Working:
+    """Return work on a GPU that goes on when all parts have come; if they do, in time."""
+    until_ns = time.perf_counter_ns() + int(COMPUTE_S * 1e9)
+
+    def ends_ns() -> int:
+        ends_ns, now_ns = working(), time.perf_counter_ns()
+        if ends_ns > now_ns and (ranks.failure is not None or now_ns > until_ns):
+            raise RuntimeError(str(ranks.fail(None, "no reply")))
+        return ends_ns
+
+    return ends_ns
+
+
+def _join(
+    request: Computed, models: Sequence[ServiceWeights]
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Return what makes one output of the ranks' parts."""
+    if isinstance(request, EmbeddingRequest):
+        # Each token's row is one rank's, and zeros elsewhere.
+        return lambda parts: reduce(torch.Tensor.add_, parts)
+    if isinstance(request, LMHeadRequest | RingLMHeadRequest | MatmulRequest):
+        return lambda parts: torch.cat(parts, dim=-1)
+    names = request.module_names
+    widths = [[part.part.module_shape(name)[0] for name in names] for part in models]
+
+    def join(parts: list[torch.Tensor]) -> torch.Tensor:
+        of_ranks = [part.split(sizes, dim=-1) for part, sizes in zip(parts, widths, strict=True)]
+        return torch.cat(
+            [piece for module in zip(*of_ranks, strict=True) for piece in module], dim=-1
+        )
+
+    return join

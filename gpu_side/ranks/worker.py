@@ -19,30 +19,30 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
-from gpu_side.cuda.kernels import device_kernels
-from gpu_side.cuda.products import check_integers
+from gpu_side.cuda.device import check_integers
+from gpu_side.cuda.products import device_kernels
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
+from gpu_side.kernels import there
 from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker
 from gpu_side.weights import Progress, ServiceWeights, load_weights
 from protocol import native
 from protocol.errors import EndpointError, SettingsError, TsqpError
-from protocol.messages import Arithmetic, Request
+from protocol.messages import WHOLE, Arithmetic, Columns, Request
 from protocol.model.config import read_config
 from protocol.tensors import Buffer, torch_dtype
 
-if TYPE_CHECKING:
-    Works: TypeAlias = list[dist.Work]
+# Not there in a torch without ranks.
+Works: TypeAlias = "list[dist.Work]"
 
 OPTION = "--tensor-parallel"
 # Of the first tensor of a message.
@@ -56,45 +56,21 @@ IDLE = timedelta(days=3650)
 _LENGTHS = struct.Struct("<QQ")
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """One of `ranks` processes of a host, each with the GPU of its number. Rank 0 is the head.
-
-    Of one process alone it is the place of a service that has no other ranks.
-    """
-
-    rank: int
-    ranks: int
-
-    @property
-    def threads(self) -> int | None:
-        """The process's share of the cores that it may use; None: it has them to itself."""
-        return None if self.ranks == 1 else max(1, native.usable_cores() // self.ranks)
-
-    def device(self, name: str) -> str:
-        """Return which device `--device` means here. Raises SettingsError."""
-        SettingsError.unless(
-            self.ranks == 1 or name in ("cpu", "cuda"),
-            OPTION,
-            f"--device {name}",
-            "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
-        )
-        return name if self.ranks == 1 or name == "cpu" else f"{name}:{self.rank}"
-
-
 def by_torchrun() -> bool:
     """Say whether torchrun, or what sets the same variables, has started this process."""
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def place_of(ranks: int) -> RankPlace:
-    """Return the place of this process: the head's, or the one that torchrun gives it.
+def place_of(ranks: int) -> Columns:
+    """Return the place of this process among `ranks` of a host: the head's, or what torchrun says.
 
-    Raises SettingsError where that has started another number of processes, or says no numbers; and
-    where some are on another host: rows and results would cross a network in the clear.
+    Rank 0 is the head; each has the GPU of its number, and this part of the columns.
+
+    Raises SettingsError where torchrun has started another number of processes, or says no numbers;
+    and where some are on another host: rows and results would cross a network in the clear.
     """
     if not by_torchrun():
-        return RankPlace(0, ranks)
+        return 0, ranks
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     rank, world, here = (os.environ.get(name, "") for name in names)
     SettingsError.unless(
@@ -103,19 +79,32 @@ def place_of(ranks: int) -> RankPlace:
         f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
         f"{ranks}, all on this host (--layers spreads a model over several)",
     )
-    return RankPlace(int(rank), ranks)
+    return int(rank), ranks
+
+
+def device_at(place: Columns, name: str) -> str:
+    """Return which device `--device` means for a rank. Raises SettingsError."""
+    SettingsError.unless(
+        place == WHOLE or name in ("cpu", "cuda"),
+        OPTION,
+        f"--device {name}",
+        "cpu or cuda: each rank takes the GPU of its number, and all of them compute",
+    )
+    return name if place == WHOLE or name == "cpu" else f"{name}:{place[0]}"
 
 
 class RankJob(BaseModel):
     """The head's settings that count for all ranks.
 
-    `store`: the file in which the ranks find each other, where the head starts the others; None:
-    torchrun has, and its environment says how. `device`: as the option says.
+    `place`: which rank it is, 0 the head's, and of how many; `WHOLE`: a service without others.
+    `threads`: of each process; None: it has all cores that it may use to itself. `store`: the file
+    in which the ranks find each other, where the head starts the others; None: torchrun has, and
+    its environment says how. `device`: as the option says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: RankPlace
+    place: Columns
     store: Path | None
     model: Path
     device: str
@@ -130,7 +119,7 @@ class RankJob(BaseModel):
     @property
     def torch_device(self) -> torch.device:
         """The device of this rank. Raises SettingsError where there is none."""
-        device = parse_device(self.place.device(self.device))
+        device = parse_device(device_at(self.place, self.device))
         if isinstance(device, NullDevice):
             raise TypeError("a null device that computes")
         return device
@@ -143,7 +132,7 @@ class RankJob(BaseModel):
             dtype=torch_dtype(self.dtype),
             arithmetic=self.arithmetic,
             layers=self.layers,
-            columns=(self.place.rank, self.place.ranks),
+            columns=self.place,
             progress=progress,
         )
 
@@ -158,7 +147,7 @@ class Group:
 
     def __init__(
         self,
-        place: RankPlace,
+        place: Columns,
         file: Path | None,
         device: torch.device,
         gone: Callable[[], bool] = lambda: False,
@@ -168,34 +157,36 @@ class Group:
         `file`: see `RankJob.store`. Raises RuntimeError then, and SettingsError for a torch without
         what is needed.
         """
-        here = dist.is_available()
-        on_cpu = device.type == "cpu"
-        gloo = here and dist.is_gloo_available()
-        nccl = on_cpu or (here and dist.is_nccl_available())
+        (rank, ranks), on_cpu = place, device.type == "cpu"
+        gloo = dist.is_available() and dist.is_gloo_available()
         SettingsError.unless(gloo, OPTION, "a torch without gloo", "one with it")
+        nccl = on_cpu or dist.is_nccl_available()
         SettingsError.unless(nccl, OPTION, "a torch without NCCL", "one with it")
         # One for each device; NCCL has its connections at once, and fails here if it cannot.
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
-        own = None if on_cpu else device
-        timeout = timedelta(seconds=JOIN_S)
         # They would listen at the address that the host's name has.
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         found: dict[str, Any] = {}
         if file is not None:
-            store = dist.FileStore(str(file), place.ranks)  # type: ignore[attr-defined]
-            store.set(f"here/{place.rank}", "")
-            everybody = [f"here/{rank}" for rank in range(place.ranks)]
+            store = dist.FileStore(str(file), ranks)  # type: ignore[attr-defined]
+            store.set(f"here/{rank}", "")
+            everybody = [f"here/{each}" for each in range(ranks)]
             # Of torch's own wait nothing is told that a rank has ended.
             until = time.monotonic() + JOIN_S
             while not store.check(everybody):
                 if gone() or time.monotonic() > until:
                     raise RuntimeError("a rank that does not come")
                 time.sleep(_LOOK_S)
-            found = {"store": store, "rank": place.rank, "world_size": place.ranks}
-        dist.init_process_group(backend, timeout=timeout, device_id=own, **found)
+            found = {"store": store, "rank": rank, "world_size": ranks}
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=JOIN_S),
+            device_id=None if on_cpu else device,
+            **found,
+        )
         # All ranks but this one.
-        self.others = [rank for rank in range(place.ranks) if rank != place.rank]
+        self.others = [other for other in range(ranks) if other != rank]
         memory = bytearray(MESSAGE_BYTES)
         self._memory, self._view = bytes_tensor(memory), memoryview(memory)
 
@@ -212,11 +203,11 @@ class Group:
             self._view[begin : begin + size] = payload
         else:
             tensors.append(bytes_tensor(payload))
-        return [_there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
+        return [there(dist.isend(tensor, rank)) for rank in to for tensor in tensors]
 
     def receive(self, source: int, within: timedelta) -> tuple[bytes, memoryview]:
         """Return the next message's header and payload, which is valid until the next one."""
-        _there(dist.irecv(self._memory, source)).wait(within)
+        there(dist.irecv(self._memory, source)).wait(within)
         header_bytes, size = _LENGTHS.unpack_from(self._view)
         begin = _LENGTHS.size + header_bytes
         header = bytes(self._view[_LENGTHS.size : begin])
@@ -233,7 +224,7 @@ class Group:
     def begin_results(self, buffers: list[torch.Tensor]) -> Works:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
-            _there(dist.irecv(_flat(buffer), rank))
+            there(dist.irecv(_flat(buffer), rank))
             for rank, buffer in zip(self.others, buffers, strict=True)
         ]
 
@@ -253,12 +244,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _there(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("a rank that is not of the group")
-    return work
-
-
 _HEAD = 0
 _PR_SET_PDEATHSIG = 1
 
@@ -268,15 +253,14 @@ def work(job: RankJob) -> None:
 
     Raises EndpointError where it is lost, ModelError, KernelError and SettingsError while loading.
     """
-    place = job.place
     # Sent to all processes of a terminal, of torchrun or of a unit: the head says when it has done
     # what it has taken.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        group = Group(place, job.store, job.torch_device)
-        native.set_up(job.kernels, job.threads or place.threads)
         device = job.torch_device
+        group = Group(job.place, job.store, device)
+        native.set_up(job.kernels, job.threads)
         if "int8" in job.arithmetic:
             check_integers(read_config(job.model), device)
         weights = job.load(device)
@@ -301,7 +285,7 @@ def work(job: RankJob) -> None:
         group.leave()
     except RuntimeError as error:
         raise EndpointError(
-            f"rank {place.rank}", got=str(error), expected="a head that goes on, and a product"
+            f"rank {job.place[0]}", got=str(error), expected="a head that goes on, and a product"
         ) from error
 
 
@@ -319,7 +303,7 @@ def main(parent: str, job: str) -> None:
     try:
         work(given)
     except TsqpError as error:
-        sys.exit(f"gpu-service rank {given.place.rank}: error: {error}")
+        sys.exit(f"gpu-service rank {given.place[0]}: error: {error}")
 
 
 if __name__ == "__main__":

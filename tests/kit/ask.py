@@ -87,5 +87,5 @@ def answer(handler: RequestHandler, request: Request) -> torch.Tensor:
     reply, work = handler.apply(request)
     assert isinstance(reply, TensorReply)
     if work is not None:
-        work.ends_ns()
+        work()
     return to_torch(reply.output).clone()

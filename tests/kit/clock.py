@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from gpu_side import request_loop
-from gpu_side.handler import RequestHandler
+from gpu_side.handler import RequestHandler, ServiceState
 from gpu_side.kernels import Result
 from gpu_side.request_loop import RequestLoop, StopSignal
-from gpu_side.state import ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import MatmulRequest, Request, TensorReply
@@ -163,8 +162,7 @@ class Accelerator:
                 raise RuntimeError("canary")
             return now + 70_000 if self._asked and now < end_ns else end_ns
 
-        work: Any = SimpleNamespace(ends_ns=ends_ns)
-        return RESULT[0], work
+        return RESULT[0], ends_ns
 
 
 class Timed(Listener):

@@ -22,12 +22,11 @@ import torch
 import gpu_side.cuda
 from gpu_side import kernels
 from gpu_side.cuda import products
-from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile
-from gpu_side.cuda.kernels import CudaKernels
-from gpu_side.cuda.products import DeviceProducts, check_ring
+from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile, check_ring
+from gpu_side.cuda.products import CudaKernels, DeviceProducts, Product
 from gpu_side.encoding import Form, encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.kernels import PinnedStaging, Queued
+from gpu_side.kernels import PinnedStaging, queued
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
@@ -129,13 +128,8 @@ class Device:
         return DeviceProducts(stand_in, (K * 4, N * 4))
 
 
-class Copied:
-    """A product that needs its rows on the device."""
-
-    in_place = None
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ WEIGHT.t()
+def _product(rows: torch.Tensor) -> torch.Tensor:
+    return rows @ WEIGHT.t()
 
 
 class InPlace:
@@ -145,8 +139,8 @@ class InPlace:
         self._device = device
         self.jobs = 0
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ WEIGHT.t()
+    def product(self) -> Product:
+        return Product(_product, self.in_place)
 
     def in_place(self, job: InPlaceJob, rows: int) -> None:
         self.jobs += 1
@@ -155,7 +149,7 @@ class InPlace:
         for address, width in ((source, K), (target, N)):
             assert self._device.reaches_address(address, count * width * 4)
         given = _at(source, torch.float32, count, K)
-        self._device.later.append(lambda: _store(target, self(given), job))
+        self._device.later.append(lambda: _store(target, _product(given), job))
         self._device.go_on()
 
 
@@ -171,9 +165,9 @@ def _store(address: int, result: torch.Tensor, job: InPlaceJob) -> None:
 
 def _ask(made: DeviceProducts, rows: int = 1, place: str = "o_proj") -> None:
     given, result = torch.randn(rows, K), torch.empty(rows, N)
-    work = made.submit(place, Copied(), given, result)
-    assert work.ends_ns() <= time.perf_counter_ns()
-    torch.testing.assert_close(result, Copied()(given))
+    work = made.submit(place, Product(_product), given, result)
+    assert work() <= time.perf_counter_ns()
+    torch.testing.assert_close(result, _product(given))
 
 
 def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +205,8 @@ def test_what_comes_again_is_captured_and_then_replayed(monkeypatch: pytest.Monk
 def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, product = Device(), SimpleNamespace(in_place=Mock(side_effect=RuntimeError("canary")))
+    device = Device()
+    product = Product(_product, Mock(side_effect=RuntimeError("canary")))
     made = device.products()
     _ask(made)
     before = dict(device.reached)
@@ -224,12 +219,12 @@ def test_a_failure_fails_one_request_and_leaves_nothing_that_uses_its_memory(
     monkeypatch.setattr(products, "_ASK_AFTER_NS", 0)
     slot, given, result = _slot()
     device.done = False
-    work = made.submit("o_proj", InPlace(device), given, result, slot)
+    work = made.submit("o_proj", InPlace(device).product(), given, result, slot)
     device.later.clear()
-    work.ends_ns()
+    work()
     device.done = True
     with pytest.raises(RuntimeError, match="left no result"):
-        work.ends_ns()
+        work()
 
 
 def _slot(rows: int = 4) -> tuple[SlotMemory, torch.Tensor, torch.Tensor]:
@@ -251,17 +246,19 @@ def test_a_slot_is_used_in_place(rows: int, at_once: int) -> None:
             assert made.reach(slot)
             given.normal_()
             result.fill_(-1)
-            works.append(made.submit("o_proj", product, given[:rows], result[:rows], slot))
+            works.append(
+                made.submit("o_proj", product.product(), given[:rows], result[:rows], slot)
+            )
             now_ns = time.perf_counter_ns()
-            assert works[-1].ends_ns() > now_ns
+            assert works[-1]() > now_ns
             assert (result == -1).all()
         device.done = True
         device.go_on()
         for work, (_, given, result) in zip(works, used, strict=True):
             # Written by the device, before we have looked; and not a row more.
-            assert torch.equal(result[:rows], product(given[:rows]))
+            assert torch.equal(result[:rows], _product(given[:rows]))
             assert (result[rows:] == -1).all()
-            assert work.ends_ns() <= time.perf_counter_ns()
+            assert work() <= time.perf_counter_ns()
     # One graph serves all slots, but each request under way has its own.
     assert (device.attempts, device.copies_in, product.jobs) == (at_once, 0, 8)
 
@@ -288,8 +285,8 @@ def test_what_is_not_used_in_place_is_copied(rows: int, reached: bool, elsewhere
     for _ in range(3):
         given.normal_()
         # The stand-in's copies and jobs ask whether they reach what they are given.
-        made.submit("o_proj", product, given, result, slot).ends_ns()
-        assert torch.equal(result, product(given))
+        made.submit("o_proj", product.product(), given, result, slot)()
+        assert torch.equal(result, _product(given))
     assert (product.jobs, device.copies_in) == ((0, 3) if rows == 40 else (3, 0))
 
 
@@ -351,7 +348,7 @@ def weights(saved_model: Models) -> ServiceWeights:
 def _on_cuda(weights: ServiceWeights, device: Device) -> Any:
     stand_in: Any = device
     handler = RequestHandler(weights, 2**24)
-    handler._kernels = CudaKernels(weights, device=stand_in)
+    handler._prepare = CudaKernels(weights, device=stand_in).prepare
     gc.collect()
     # Of what it has tried at the start.
     device.copies_in = device.waits = device.registrations = device.attempts = 0
@@ -373,7 +370,7 @@ def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
         incoming = Incoming((b"client",), [], 0, slot=slot)
         reply, work = there.prepare(request)(request, incoming)
         assert work is not None
-        work.ends_ns()
+        work()
         output = reply.output
         torch.testing.assert_close(to_torch(output), ask.answer(here, request))
         # Elements in any number of rows, floats in many; where the reply will lie in the slot.
@@ -421,35 +418,32 @@ def test_kernels_that_are_not_to_be_relied_on_are_refused(every_tile: Any, said:
             check_ring(CPU)
 
 
-class Pinned:
+class Pinned(PinnedStaging):
     """Stands in for pinned memory, and for a device that is done when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__(CPU)
         self.made: list[torch.Tensor] = []
         self.done = False
         self.events = 0
 
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         self.made.append(torch.empty(shape, dtype=dtype))
         return self.made[-1]
 
-    def record(self, device: torch.device) -> Pinned:
-        assert device.type == "cpu"
+    def _record(self) -> Callable[[], bool]:
         self.events += 1
-        return self
+        return self.query
 
     def query(self) -> bool:
         return self.done
-
-    def staging(self) -> PinnedStaging:
-        return PinnedStaging(torch.device("cpu"), empty=self.empty, record=self.record)
 
 
 @each_row("dtype", [torch.float32, torch.bfloat16])
 def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.dtype) -> None:
     pinned, sent = Pinned(), torch.randn(3, 4)
     expected = sent.clone()
-    there = pinned.staging().to_device(sent, dtype)
+    there = pinned.to_device(sent, dtype)
     sent.zero_()  # its memory is another request's by then
     (staged,) = pinned.made
     assert (there.dtype, staged.dtype) == (dtype, torch.float32)
@@ -457,17 +451,16 @@ def test_what_goes_to_the_device_and_back_is_pinned_and_of_its_own(dtype: torch.
     assert torch.equal(staged, expected)
     assert pinned.events == 0
     pinned, output = Pinned(), torch.randn(3, 4)
-    staging = pinned.staging()
-    here, work = staging.to_host(output, dtype)
-    staging.to_host(torch.zeros(3, 4), dtype)
+    here, work = pinned.to_host(output, dtype)
+    pinned.to_host(torch.zeros(3, 4), dtype)
     assert here.data_ptr() == pinned.made[0].data_ptr()
     assert torch.equal(here, output.to(dtype))
     assert pinned.events == 2
     assert work is not None
     now_ns = time.perf_counter_ns()
-    assert work.ends_ns() > now_ns  # ask again then
+    assert work() > now_ns  # ask again then
     pinned.done = True
-    assert work.ends_ns() <= time.perf_counter_ns()
+    assert work() <= time.perf_counter_ns()
 
 
 def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rarely(
@@ -475,14 +468,14 @@ def test_a_device_is_asked_without_a_pause_while_spinning_and_then_ever_more_rar
 ) -> None:
     now, pinned, ended = 1_000, Pinned(), list[int]()
     monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter_ns=lambda: now))
-    work = Queued(pinned, 300.0, lambda: ended.append(now))
+    work = queued(pinned.query, 300.0, lambda: ended.append(now))
     for taken_ns, again_ns in ((0, 1), (299_999, 1), (300_000, 50_000), (8_000_000, 1_000_000)):
         now = 1_000 + taken_ns
-        assert work.ends_ns() == now + again_ns
+        assert work() == now + again_ns
     assert not ended
     pinned.done, now = True, 9_000_000
-    assert work.ends_ns() == 9_000_000
+    assert work() == 9_000_000
     # It is not asked any more.
     pinned.done, now = False, 10_000_000
-    assert work.ends_ns() == 9_000_000
+    assert work() == 9_000_000
     assert ended == [9_000_000]

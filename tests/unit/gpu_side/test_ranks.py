@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from gpu_side.handler import RequestHandler
+from gpu_side.kernels import Transfer
 from gpu_side.ranks import head, worker
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, RankPlace, place_of
+from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, place_of
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel
@@ -71,7 +72,7 @@ def model(saved_model: Models) -> Path:
 @pytest.fixture
 def ranks(model: Path) -> Iterator[Ranks]:
     job = RankJob(
-        place=RankPlace(0, 2),
+        place=(0, 2),
         store=None,
         model=model,
         device="cpu",
@@ -118,7 +119,7 @@ def _joined(ranks: Ranks) -> Iterator[RequestHandler]:
     """Have another rank compute on a thread, and return what answers with both."""
     pair: Any = Pair()
     ranks._group = pair
-    job = ranks.job.model_copy(update={"place": RankPlace(1, 2)})
+    job = ranks.job.model_copy(update={"place": (1, 2)})
     with torch.inference_mode(), ExitStack() as stack:
         told = stack.enter_context(patch("signal.signal"))
         stack.enter_context(patch.object(worker, "Group", return_value=pair))
@@ -169,11 +170,10 @@ def test_a_rank_that_holds_other_weights_ends_the_service(ranks: Ranks) -> None:
 def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = SimpleNamespace(ends_ns=lambda: 2**63)
+    work = Mock(return_value=2**63)
     with _joined(ranks) as together:
-        transfer: Any = together._kernels._own.transfer
-        reply = transfer.reply
-        monkeypatch.setattr(transfer, "reply", lambda *given: (reply(*given)[0], work))
+        reply = Transfer.reply
+        monkeypatch.setattr(Transfer, "reply", lambda *given: (reply(*given)[0], work))
         _, working = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
         monkeypatch.setattr(head, "COMPUTE_S", 0.0)
         _, late = together.apply(ask.ring(ask.uniform(1, HIDDEN), *ask.QKV))
@@ -182,15 +182,15 @@ def test_work_of_a_gpu_ends_where_a_rank_has_failed_or_takes_too_long(
         ranks._has_ended(1, 0)
     assert working is not None
     assert late is not None
-    assert working.ends_ns() == 2**63
+    assert working() == 2**63
     assert ranks.failure is None
     with pytest.raises(RuntimeError, match="a rank: got no reply, expected one that goes on"):
-        late.ends_ns()
+        late()
     assert ranks.failure is not None
     with pytest.raises(RuntimeError, match="a rank: got no reply"):
-        working.ends_ns()
-    work.ends_ns = lambda: 0
-    assert working.ends_ns() == 0
+        working()
+    work.return_value = 0
+    assert working() == 0
 
 
 @patch.dict(os.environ)
@@ -229,12 +229,12 @@ def test_messages_between_ranks_have_any_size(
     for name in ("irecv", "recv"):
         monkeypatch.setattr(dist, name, lambda to, _: Mock(filled=to.copy_(wire.popleft())))
     with pytest.raises(RuntimeError, match="a rank that does not come"):
-        Group(RankPlace(1, 2), tmp_path / "store", CPU, lambda: True)
-    head = Group(RankPlace(0, 2), tmp_path / "store", CPU)
+        Group((1, 2), tmp_path / "store", CPU, lambda: True)
+    head = Group((0, 2), tmp_path / "store", CPU)
     given: dict[str, Any] = {"timeout": timedelta(seconds=JOIN_S), "device_id": None}
     joins.assert_called_once_with("gloo", store=ANY, rank=0, world_size=2, **given)
     assert joins.call_args.kwargs["store"].path == str(tmp_path / "store")
-    other = Group(RankPlace(1, 2), None, CPU)
+    other = Group((1, 2), None, CPU)
     joins.assert_called_with("gloo", **given)
     for payload in (b"", b"row", bytes(range(256)) * 100, b"row"):
         for work in head.send(b"header", payload, head.others):
@@ -242,11 +242,11 @@ def test_messages_between_ranks_have_any_size(
         assert other.receive(0, IDLE) == (b"header", payload)
     assert not wire
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    Group(RankPlace(0, 2), None, CUDA)
+    Group((0, 2), None, CUDA)
     joins.assert_called_with("cpu:gloo,cuda:nccl", **given | {"device_id": CUDA})
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(SettingsError, match="got a torch without NCCL"):
-        Group(RankPlace(0, 2), None, CUDA)
+        Group((0, 2), None, CUDA)
 
 
 THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}
@@ -255,15 +255,17 @@ THEIRS = {"MASTER_ADDR": "127.0.0.1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WOR
 @each_row(
     ("changes", "place"),
     [
-        (dict.fromkeys(THEIRS), RankPlace(0, 8)),
-        ({}, RankPlace(5, 8)),
+        (dict.fromkeys(THEIRS), (0, 8)),
+        ({}, (5, 8)),
         ({"WORLD_SIZE": "4"}, None),
         ({"RANK": "-1"}, None),
         ({"LOCAL_WORLD_SIZE": "4"}, None),
         ({"LOCAL_WORLD_SIZE": ""}, None),
     ],
 )
-def test_which_rank_a_process_is(changes: dict[str, str | None], place: RankPlace | None) -> None:
+def test_which_rank_a_process_is(
+    changes: dict[str, str | None], place: tuple[int, int] | None
+) -> None:
     """The head, or what torchrun says; all of them on this host."""
     given = {name: value for name, value in (THEIRS | changes).items() if value is not None}
     with patch.dict(os.environ, given, clear=True):

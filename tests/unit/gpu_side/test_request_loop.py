@@ -16,9 +16,9 @@ import pytest
 
 from gpu_side import encoding
 from gpu_side.encoding import OpenedRequest, open_request
+from gpu_side.handler import FairQueue, QueueLimits, ServiceState
 from gpu_side.kernels import Result
 from gpu_side.request_loop import MAX_REFUSED_AT_ONCE, MAX_UNDERWAY, StopSignal
-from gpu_side.state import FairQueue, QueueLimits, ServiceState
 from gpu_side.transport.listener import Incoming
 from protocol.errors import EndpointError
 from protocol.messages import HealthRequest, InitRequest, Request, TensorReply
@@ -156,7 +156,7 @@ def test_an_accelerator_has_two_requests_and_the_queue_the_others(
 
     def answer(request: Request) -> Result:
         given_ns.append(clock.now - 10**9)
-        kept.extend([*one.incoming.frames, *one.opened.frames] for one in loop._underway)
+        kept.extend([*incoming.frames, *opened.frames] for incoming, opened, *_ in loop._underway)
         return accelerator(request)
 
     loop = make_loop(answer, state)
@@ -483,8 +483,8 @@ def test_what_does_not_fit(
         assert queue.put(_message(client, number, size)) == ()
     sizes[99] = client, size = comes[0], int(comes[1:])
     found = {
-        f"{one.incoming.route[0].decode()}{one.incoming.received_ns}": one[1:]
-        for one in queue.put(_message(client, 99, size))
+        f"{one.route[0].decode()}{one.received_ns}": tuple(limit)
+        for one, *limit in queue.put(_message(client, 99, size))
     }
     assert found == dict.fromkeys(refused.split(), why)
     left = sizes.keys() - {int(name[1:]) for name in found}

@@ -23,11 +23,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_side import access
 from gpu_side.access import ServiceKeys, rereads_list
 from gpu_side.event_log import MAX_REASONS, REASONS, LineFilter, limited
+from gpu_side.handler import QueueLimits, ServiceState
 from gpu_side.metrics import parse_address, serving_metrics
 from gpu_side.request_loop import RequestLoop, StopSignal
 from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
 from gpu_side.sessions import SessionSettings
-from gpu_side.state import QueueLimits, ServiceState
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.errors import KernelError, SettingsError

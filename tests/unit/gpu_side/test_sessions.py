@@ -273,7 +273,7 @@ class AnyRequests(RuleBasedStateMachine):
         for client in (A, B):
             sizes = [one.bytes for name, one in held.items() if name.client == client]
             account = self.sessions._ledger.of(client)
-            found = account.bytes, account.in_use, len(account.resting)
+            found = account.bytes, account.bytes - account.resting_bytes, len(account.resting)
             assert found == (sum(sizes), 0, len(sizes))
 
     def teardown(self) -> None:
@@ -295,7 +295,7 @@ def test_a_damaged_file_is_a_session_that_is_lost(
     sessions = _sessions(1, spill=tmp_path)
     for number in (5, 6):
         _run(sessions, A, _part(number, 0, 1))
-    [spilled] = sessions._files._files.values()
+    [spilled] = sessions._files.values()
     os.pwrite(spilled._file.fileno(), bytes([_written(spilled)[7] ^ 1]), 7)
     assert _code(sessions, A, _part(5, 1, 1)) is ErrorCode.UNKNOWN_SESSION
     assert caplog.messages == ["spill_damaged"]
@@ -438,28 +438,31 @@ def test_what_was_written_is_bound_to_its_session(tmp_path: Path, field: str, va
 def test_a_client_with_more_than_half_of_the_disk_loses_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
 ) -> None:
-    monkeypatch.setattr(session_cache, "MAX_FILES", files)
-    kept = session_cache.SessionFiles(tmp_path, most * (TOKENS * WIDE.token_bytes + 9 * 16))
+    monkeypatch.setattr(sessions_module, "MAX_FILES", files)
+    room = most * (TOKENS * WIDE.token_bytes + 9 * 16)
+    kept = SessionStore(SessionSettings(spill=tmp_path, spill_bytes=room), 2**30)
 
     def put(client: bytes, *numbers: int) -> str:
         """Write sessions, and return all that are left."""
         for number in numbers:
-            kept.begin_request()
-            kept.put(SessionName(client, bytes([number]), 0, 2), _cache())
-        return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept))
+            kept._spill_left = sessions_module.REQUEST_BYTES
+            kept._spill(SessionName(client, bytes([number]), 0, 2), _cache())
+        return " ".join(sorted(f"{name.client.decode()}{name.session[0]}" for name in kept._files))
 
     put(b"a", 1)
     assert put(b"b", *range(1, 8)) == "a1 b5 b6 b7"
     # Also where it is another that needs the room.
     assert put(b"a", 2) == "a1 a2 b6 b7"
     # With half of it each, what was used least recently goes.
-    kept.touch(SessionName(b"a", b"\1", 0, 2))
+    asked = [_part(9, 1, 1), SegmentPart(b"\1", 1, 1, 2)]
+    with pytest.raises(ProtocolError), kept.running(b"a", (0, 2), asked, WIDE, Window()):
+        raise AssertionError
     assert put(b"c", 1, 2) == "a1 a2 c1 c2"
     assert put(b"c", 3) == "a1 a2 c2 c3"
     kept.forget_client(b"c")
     assert put(b"c") == "a1 a2"
-    kept.expire(float("inf"))
-    assert (len(kept), kept.total_bytes) == (0, 0)
+    kept.forget_client(b"a")
+    assert kept.totals == SessionTotals()
 
 
 @each_row(("most", "files", "kept"), [(3, 512, [0, 1, 2, 5, 6, 7]), (1000, 2, [5, 6])])
@@ -468,15 +471,15 @@ def test_a_request_has_so_much_written_and_the_rest_is_lost(
 ) -> None:
     """Others wait while it is encrypted and written, and while files are made."""
     size = TOKENS * WIDE.token_bytes
-    monkeypatch.setattr(session_cache, "MAX_FILES", files)
-    monkeypatch.setattr(session_cache, "REQUEST_BYTES", most * size)
-    found = session_cache.SessionFiles(tmp_path, 2**30)
+    monkeypatch.setattr(sessions_module, "MAX_FILES", files)
+    monkeypatch.setattr(sessions_module, "REQUEST_BYTES", most * size)
+    found = SessionStore(SessionSettings(spill=tmp_path, spill_bytes=2**30), 2**30)
     for number in range(10):
         if number % 5 == 0:
-            found.begin_request()
-        found.put(SessionName(A, bytes([number]), 0, 2), _cache())
-    assert [name.session[0] for name in found] == kept
-    found.expire(float("inf"))
+            found._spill_left = most * size
+        found._spill(SessionName(A, bytes([number]), 0, 2), _cache())
+    assert [name.session[0] for name in found._files] == kept
+    found.forget_client(A)
 
 
 def test_without_a_limit_it_is_half_of_what_is_free_and_half_of_that_for_one(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gpu_side.handler import ServiceState
 from gpu_side.metrics import StateCollector
-from gpu_side.state import ServiceState
 from tee_side.policy.placement import builtin_policies, load_policy
 from tests.kit.masks_page import masks_page
 from tests.kit.rows import each_row

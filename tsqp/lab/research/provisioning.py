@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpu_side.served_model import Holds, Provision, write_provision
+from gpu_side.served_model import PROVISION_FILE, Holds, Provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.checkpoint import (
@@ -119,7 +119,9 @@ def provision(
             server_linear_digest=linear_digest(config, Checkpoint(draft)),
         )
         marker = Provision(mask=checked.name, provision_id=key.provision_id, holds=holds)
-        write_provision(draft, marker)
+        # The last file, so that a partial directory is none.
+        with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
         _publish(draft, server_dir, key, key_path)
     finally:
         # Not there any more where all went well.
