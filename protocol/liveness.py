@@ -60,7 +60,7 @@ class AdaptiveSpin:
         started_ns = time.perf_counter_ns()
         found = self.until(partial(ask, 0.0), left_s) if self.expects_soon else None
         if not found:
-            found = ask(left_s - (time.perf_counter_ns() - started_ns) / 1e9)
+            found = ask(max(0.0, left_s - (time.perf_counter_ns() - started_ns) / 1e9))
         self.waited(started_ns)
         return found
 

@@ -251,17 +251,8 @@ class MemoryPool:
     """
 
     def __init__(self) -> None:
+        # What was not used for longest comes first.
         self._free: list[Any] = []
-        # What came back since; the last view may go on another thread than the one that takes.
-        self._returned: deque[Any] = deque()
-        # Kept, because a weak reference calls back only while it is alive itself.
-        self._lent: dict[int, weakref.ref[Any]] = {}
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that lie here unused."""
-        self._collect()
-        return sum(block.nbytes for block in self._free)
 
     def take(self, size: int) -> memoryview:
         """Return `size` bytes (at least one) with anything in them, at a multiple of 64.
@@ -272,25 +263,19 @@ class MemoryPool:
         block = self._find(size)
         # An object of its own: every view of the memory that goes out refers to it, and only those.
         loan = block[:size]
-        key = id(loan)
-
-        def returned(_: object) -> None:
-            del self._lent[key]
-            self._returned.append(block)
-
-        self._lent[key] = weakref.ref(loan, returned)
+        # The last view may go on another thread than the one that takes.
+        weakref.finalize(loan, self._free.append, block).atexit = False
         return memoryview(loan)
 
-    def _collect(self) -> None:
-        """Take in what came back; what was not used for longest goes first."""
-        while self._returned:
-            self._free.append(self._returned.popleft())
+    def trim(self) -> int:
+        """Forget what is beyond the limits, and say how many bytes lie here unused."""
         kept = sum(block.nbytes for block in self._free)
         while len(self._free) > KEPT_BLOCKS or kept > KEPT_BYTES:
             kept -= self._free.pop(0).nbytes
+        return kept
 
     def _find(self, size: int) -> Any:
-        self._collect()
+        self.trim()
         for index in range(len(self._free) - 1, -1, -1):
             if size <= self._free[index].nbytes <= _MAX_WASTE * max(size, _GRAIN_BYTES):
                 return self._free.pop(index)

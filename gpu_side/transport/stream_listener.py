@@ -21,11 +21,10 @@ from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import (
     BACKLOG,
     CLOSING_S,
+    FileSocket,
     Incoming,
-    Listener,
-    SocketFile,
+    WaitingListener,
     admits_no_client,
-    bind_at,
     cannot_bind,
     refuse_live_socket,
 )
@@ -39,7 +38,6 @@ from gpu_side.transport.stream_client import (
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.liveness import AdaptiveSpin
 from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import BUFFER_BYTES, MemoryPool, patience_s, prepare
 from protocol.tensors import Buffer
@@ -64,7 +62,7 @@ _PAUSE_S = 0.002
 _LOOK_US = 20
 
 
-class StreamListener(Listener):
+class StreamListener(WaitingListener):
     """A listening stream socket that hands out messages and takes replies.
 
     Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
@@ -86,7 +84,7 @@ class StreamListener(Listener):
         self._max_message_bytes = max_message_bytes
         # Told that a client has gone (`Incoming.client`), and once more where a reply was for it.
         self.on_gone: Callable[[bytes], None] = lambda _client: None
-        self._spin = AdaptiveSpin(spin_us)
+        super().__init__(spin_us)
         # One for all clients, so that their number does not multiply what it keeps.
         self._pool = MemoryPool()
         self._names = count(1)
@@ -103,8 +101,6 @@ class StreamListener(Listener):
         # stalled ones (time.monotonic).
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
-        self._wakeup: socket.socket | None = None
-        self._file: SocketFile | None = None
         parsed = parse_endpoint(endpoint, for_bind=True)
         self._shares_memory = parsed.scheme in ("shm", "ivshmem")
         if self._shares_memory:
@@ -117,23 +113,11 @@ class StreamListener(Listener):
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`."""
-        if wakeup is not self._wakeup:
-            self._watch_wakeup(wakeup)
-        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
-        spins = self._spin.is_on and timeout_ms != 0
-        started_ns = time.perf_counter_ns() if spins else 0
-        arrived = spins and self._spin_for_any(None if timeout_ms is None else timeout_ms / 1000)
-        while not arrived:
-            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
-            woken = self._look(0 if self._turns else left_s)
-            arrived = not woken and bool(self._turns)
-            if woken or left_s == 0:
-                break
-        if spins:
-            self._spin.waited(started_ns)
-        return arrived
+    def _has_come(self, patience_s: float) -> bool:
+        # It is mostly the client of the previous message that sends the next one.
+        if not (patience_s == 0 and self._spin.is_on and self._look_at_slots(_LOOK_US)):
+            self._look(0.0 if self._turns else patience_s)
+        return bool(self._turns)
 
     def receive(self) -> Incoming | None:
         """See `Listener.receive`.
@@ -187,9 +171,6 @@ class StreamListener(Listener):
         """See `Listener.close`."""
         self._acceptor.stop()
         self._socket.close()
-        if self._file is not None:
-            self._file.remove()
-        self._watch_wakeup(None)
         give_up = time.monotonic() + CLOSING_S
         for client in list(self._clients.values()):
             if client.writer.unsent:
@@ -234,18 +215,6 @@ class StreamListener(Listener):
                     return
         self._patience.spend(time.monotonic() - began)
 
-    def _spin_for_any(self, left_s: float | None) -> bool:
-        """Look for messages without blocking; False where the time is over, or `wakeup` readable.
-
-        It is mostly the client of the previous message that sends the next one.
-        """
-
-        def arrived() -> bool:
-            shared = bool(self._sharing) and self._look_at_slots(_LOOK_US)
-            return shared or self._look(0) or bool(self._turns)
-
-        return self._spin.expects_soon and self._spin.until(arrived, left_s) and bool(self._turns)
-
     # ---------------------------------------------------------------------------- binding
 
     def _bind(self, endpoint: Endpoint) -> tuple[socket.socket, str]:
@@ -255,8 +224,7 @@ class StreamListener(Listener):
         refuse_live_socket(endpoint)
         try:
             if isinstance(address, str):
-                listening = bind_at(address)
-                self._file = SocketFile(address)
+                listening: socket.socket = FileSocket(address)
             else:
                 vsock = socket.AF_VSOCK
                 listening = socket.create_server(address, family=vsock, backlog=BACKLOG)
@@ -271,25 +239,20 @@ class StreamListener(Listener):
 
     # ---------------------------------------------------------------------------- clients
 
-    def _look(self, timeout_s: float | None) -> bool:
-        """Take in what has arrived, waiting for it; True if `wakeup` is readable."""
+    def _look(self, timeout_s: float) -> None:
+        """Take in what has arrived, waiting for it."""
         slots_first = self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER
         if slots_first and self._look_at_slots():
-            return False
+            return
         self._looked = True
         self._handed_out = 0
-        stopping = False
         if self._wanting_room:
             self._give_room()
         kept_out = bool(self._wanting_room) or not self._acceptor.accepting
-        if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
-            timeout_s = _LOOK_FOR_STALLED_S
         for file, events in (self._poll if self._sharing else self._epoll.poll)(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
-            elif self._wakeup is not None and file == self._wakeup.fileno():
-                stopping = True
             elif file == self._acceptor.ready_fd:
                 for connection in self._acceptor.arrivals():
                     self._let_in(connection)
@@ -298,9 +261,8 @@ class StreamListener(Listener):
         # After those that have sent something by now were read.
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
-        return stopping
 
-    def _poll(self, timeout_s: float | None) -> list[tuple[int, int]]:
+    def _poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait for the sockets, and look at the slots before and after it."""
         sleeps = timeout_s != 0
         if sleeps:
@@ -474,13 +436,6 @@ class StreamListener(Listener):
         client.socket.close()
         self._acceptor.client_closed()
         self.on_gone(client.name)
-
-    def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
-        if self._wakeup is not None and self._wakeup.fileno() >= 0:
-            self._epoll.unregister(self._wakeup)
-        if wakeup is not None:
-            self._epoll.register(wakeup, select.EPOLLIN)
-        self._wakeup = wakeup
 
 
 def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:

@@ -21,7 +21,7 @@ import zmq
 
 from gpu_side.event_log import log
 from gpu_side.transport.acceptor import AcceptingThread
-from gpu_side.transport.listener import CLOSING_S, SocketFile, bind_at, listen_at
+from gpu_side.transport.listener import CLOSING_S, FileSocket, listen_at
 from gpu_side.transport.zap import ROUTING_ID, Names, as_property
 from protocol.endpoint import Endpoint
 from protocol.errors import ErrorCode, ProtocolError
@@ -131,15 +131,13 @@ class Doorway(AcceptingThread):
     def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
         self._inner = "\0" + inner.partition("@")[2]
         self._names = names
-        self._socket_file: SocketFile | None = None
         if endpoint.socket_path is None:
             # Where ZeroMQ would.
             host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
             listening = listen_at(host.strip("[]"), port, dualstack_ipv6="[" in host)
             self.endpoint = f"tcp://{host}:{listening.getsockname()[1]}"
         else:
-            listening = bind_at(endpoint.socket_path)
-            self._socket_file = SocketFile(endpoint.socket_path)
+            listening = FileSocket(endpoint.socket_path)
             self.endpoint = endpoint.text
         listening.setblocking(False)
         # How many clients were turned away, because they do not speak the protocol.
@@ -169,14 +167,8 @@ class Doorway(AcceptingThread):
     def _ended(self) -> None:
         for end in self._ends.values():
             end.socket.close()
-        self._close_listening()
-        self._epoll.close()
-
-    def _close_listening(self) -> None:
-        # Closing takes it out of the epoll set too.
         self._listening.close()
-        if self._socket_file is not None:
-            self._socket_file.remove()
+        self._epoll.close()
 
     def _attend(self, file: int, events: int) -> None:
         if (end := self._ends.get(file)) is not None:
@@ -184,7 +176,8 @@ class Doorway(AcceptingThread):
         elif file == self._wakeup:
             os.eventfd_read(self._wakeup)
             if self._stopping:
-                self._close_listening()
+                # Closing takes it out of the epoll set too.
+                self._listening.close()
         elif file == self._file:
             self._accept()
 

@@ -11,13 +11,10 @@ the list as it stands then. Without keys clients come through a doorway
 from __future__ import annotations
 
 import os
-import select
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from math import ceil, inf
+from math import ceil
 
 import zmq
 
@@ -25,9 +22,8 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.event_log import log
 from gpu_side.transport.listener import (
-    WAKEUP_INTERVAL_MS,
     Incoming,
-    Listener,
+    WaitingListener,
     admits_no_client,
     cannot_bind,
     refuse_live_socket,
@@ -44,7 +40,7 @@ from gpu_side.transport.zmq_doorway import Doorway
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
-from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S, AdaptiveSpin
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.tensors import Buffer
 from protocol.zmq_sockets import (
     DONTWAIT,
@@ -91,7 +87,7 @@ class Unread:
         return sum(size for _, size in held)
 
 
-class ZmqListener(Listener):
+class ZmqListener(WaitingListener):
     """The service's end: a ROUTER socket that hands out messages and takes replies.
 
     With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
@@ -111,7 +107,7 @@ class ZmqListener(Listener):
         parsed = parse_endpoint(endpoint, for_bind=True)
         require_zmq(parsed)
         refuse_live_socket(parsed)
-        self._spin = AdaptiveSpin(spin_us)
+        super().__init__(spin_us)
         # A message that `wait` has received and `receive` has not returned yet.
         self._waiting: Incoming | None = None
         self._patience_ms = -1
@@ -122,7 +118,7 @@ class ZmqListener(Listener):
         self._admitting: tuple[ZapHandler | Doorway, ...] = ()
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
-        # Set by `allow`, on any thread; `_take` then cuts all connections.
+        # Set by `allow`, on any thread; `_has_come` then cuts all connections.
         self._to_cut = False
         self.endpoint = endpoint
         # As many I/O threads as the ZAP handler counts on.
@@ -190,42 +186,19 @@ class ZmqListener(Listener):
         """See `Listener.clients_refused`."""
         return sum(one.refused for one in self._admitting)
 
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
-
-        To sleep in the call that receives, and not in a poll of both sockets before it, is what a
-        fifth of a small round trip went into.
-        """
-        if self._waiting is not None:
-            return True
-        # Only looking is no wait, and says nothing of how soon messages come.
-        if timeout_ms == 0:
-            return self._take()
-        ask = partial(self._wait, wakeup)
-        return self._spin.wait(ask, inf if timeout_ms is None else timeout_ms / 1000)
-
-    def _wait(self, wakeup: socket.socket | None, left_s: float) -> bool:
-        give_up = time.monotonic() + left_s
-        while True:
-            left_ms = 1000 * max(0.0, give_up - time.monotonic())
-            if self._take(ceil(min(left_ms, WAKEUP_INTERVAL_MS))):
-                return True
-            if time.monotonic() >= give_up:
-                return False
-            if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
-                return False
-
-    def _take(self, patience_ms: int = 0) -> bool:
+    def _has_come(self, patience_s: float) -> bool:
         """Receive a message, and keep it for `receive`; False if none comes.
 
         Raises EndpointError where connections were cut and the address cannot be bound again, or
         the thread that lets clients in has failed.
         """
-        for one in self._admitting:
-            if one.failed:
-                raise admits_no_client(self.endpoint)
+        if self._waiting is not None:
+            return True
+        if any(one.failed for one in self._admitting):
+            raise admits_no_client(self.endpoint)
         if self._to_cut:
             self._cut_connections()
+        patience_ms = ceil(1000 * patience_s)
         if patience_ms == 0:
             if not is_readable(self._socket):
                 return False
@@ -286,8 +259,7 @@ class ZmqListener(Listener):
 
     def receive(self) -> Incoming | None:
         """See `Listener.receive`."""
-        if self._waiting is None:
-            self._take()
+        self._has_come(0.0)
         incoming, self._waiting = self._waiting, None
         return incoming
 
