@@ -15,6 +15,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -118,8 +119,9 @@ class WaitingListener(Listener):
         if timeout_ms == 0:
             return self._has_come(0.0)
         give_up = time.monotonic() + (inf if timeout_ms is None else timeout_ms / 1000)
+        ask = partial(self._spin.wait, self._has_come) if self._spin.is_on else self._has_come
         while (left_s := give_up - time.monotonic()) > 0:
-            if self._spin.wait(self._has_come, min(left_s, _WAKEUP_INTERVAL_S)):
+            if ask(min(left_s, _WAKEUP_INTERVAL_S)):
                 return True
             if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
                 break

@@ -113,19 +113,13 @@ class StreamListener(WaitingListener):
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
-    def _has_come(self, patience_s: float) -> bool:
-        # It is mostly the client of the previous message that sends the next one.
-        if not (patience_s == 0 and self._spin.is_on and self._look_at_slots(_LOOK_US)):
-            self._look(0.0 if self._turns else patience_s)
-        return bool(self._turns)
-
     def receive(self) -> Incoming | None:
         """See `Listener.receive`.
 
         One message of the client whose turn it is: many of one do not hold up another's.
         """
         if self._handed_out >= _LOOK_AFTER or not (self._turns or self._looked):
-            self._look(0)
+            self._has_come(0.0, spin_us=0)
         if not self._turns:
             self._looked = False
             return None
@@ -239,11 +233,14 @@ class StreamListener(WaitingListener):
 
     # ---------------------------------------------------------------------------- clients
 
-    def _look(self, timeout_s: float) -> None:
-        """Take in what has arrived, waiting for it."""
-        slots_first = self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER
-        if slots_first and self._look_at_slots():
-            return
+    def _has_come(self, patience_s: float, spin_us: int = _LOOK_US) -> bool:
+        """Take in what has arrived, waiting for it; slots alone for `spin_us` while we spin."""
+        timeout_s = 0.0 if self._turns else patience_s
+        if self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER:
+            # It is mostly the client of the previous message that sends the next one.
+            spins = self._spin.is_on and not self._turns
+            if self._look_at_slots(spin_us if spins else 0):
+                return True
         self._looked = True
         self._handed_out = 0
         if self._wanting_room:
@@ -261,6 +258,7 @@ class StreamListener(WaitingListener):
         # After those that have sent something by now were read.
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
+        return bool(self._turns)
 
     def _poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait for the sockets, and look at the slots before and after it."""

@@ -425,16 +425,16 @@ def test_who_goes_on_with_its_message_has_not_stalled(
     with raw_socket(endpoint) as raw:
         raw.sendall(_announced(ALMOST, 200_000))
         while not small._clients:
-            small._look(1)
+            small._has_come(1)
         (client,) = small._clients.values()
         while client.reader.unfinished_bytes < 200_064:
-            small._look(1)
+            small._has_come(1)
 
         def send(count: int) -> None:
             raw.sendall(bytes(count))
             expected = client.reader.unfinished_bytes + count
             while client.reader.unfinished_bytes < expected:
-                small._look(1)
+                small._has_come(1)
 
         assert [client.has_stalled(at) for at in (1000.0, 1001.9, 1002.0)] == [False, False, True]
         now = 1001.0
