@@ -56,7 +56,6 @@ _PATIENCE_S = 0.002
 _READING_BYTES_PER_S = 0.5e9
 
 _COUNT = struct.Struct("<I")
-_TWO_FRAMES = struct.Struct("<I2Q")
 # Longer messages' layouts are not remembered: a peer could make them hold much.
 _REMEMBERED_FRAMES = 8
 _ZEROS = bytes(ALIGNMENT)
@@ -382,16 +381,16 @@ class MessageReader:
                 continue
             if not 1 <= count <= self._max_frames:
                 raise self._refused(f"{count} frames", f"1 to {self._max_frames}")
-            prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{count}Q")
-            if available < prefix.size:
+            stop = min(start + _COUNT.size + 8 * count, self.unfinished_bytes)
+            read = _remembered_prefix if count <= _REMEMBERED_FRAMES else _read
+            if (found := read(bytes(self._buffer[start:stop]))) is None:
                 break
-            sizes = prefix.unpack_from(self._buffer, start)[1:]
-            if sum(sizes) > self._max_message_bytes:
+            self._places, self._expected, size = found
+            if size > self._max_message_bytes:
                 most = f"at most {self._max_message_bytes}"
-                raise self._refused(f"{sum(sizes)} bytes", most, ErrorCode.LIMIT_EXCEEDED)
-            self._places, _, self._expected = layout(sizes)
+                raise self._refused(f"{size} bytes", most, ErrorCode.LIMIT_EXCEEDED)
             if available < self._expected:
-                self.wants_room = sum(sizes) if self._expected > BUFFER_BYTES else 0
+                self.wants_room = size if self._expected > BUFFER_BYTES else 0
                 break
             stop = start + self._expected
             if self._expected < COPY_BYTES:

@@ -172,11 +172,9 @@ class HttpListener(WaitingListener):
                 self._come.set()
 
     async def _serve(self) -> None:
-        looking = asyncio.create_task(self._cut_silent())
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            looking.cancel()
+        # Ends with the loop's runner.
+        self._looking = asyncio.create_task(self._cut_silent())
+        await self._server.serve(sockets=[self._socket])
 
     @property
     def _connections(self) -> set[H11Protocol]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -133,13 +134,14 @@ class ZapHandler:
         return key in self._allowed
 
     def _serve(self) -> None:
-        try:
+        with (
+            self._requests,
+            self._failures,
+            self._out,
+            self._back,
+            suppress(zmq.ContextTerminated),
+        ):
             self._answer_all()
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            for one in (self._requests, self._failures, self._out, self._back):
-                one.close()
 
     def _answer_all(self) -> None:
         poller = zmq.Poller()

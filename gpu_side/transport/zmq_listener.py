@@ -115,7 +115,7 @@ class ZmqListener(WaitingListener):
         self._zap_handler: ZapHandler | None = None
         self._doorway: Doorway | None = None
         # The one of the two that there is.
-        self._admitting: tuple[ZapHandler | Doorway, ...] = ()
+        self._admitting: ZapHandler | Doorway
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
         # Set by `allow`, on any thread; `_has_come` then cuts all connections.
@@ -134,8 +134,8 @@ class ZmqListener(WaitingListener):
             self._socket.setsockopt(zmq.LINGER, 500)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is None:
-                self._doorway = Doorway(parsed, bind_within_process(self._socket), self._names)
-                self._admitting = (self._doorway,)
+                inner = bind_within_process(self._socket)
+                self._admitting = self._doorway = Doorway(parsed, inner, self._names)
                 self.endpoint = self._doorway.endpoint
             else:
                 # Before the socket is bound: the first client finds the handler.
@@ -163,8 +163,9 @@ class ZmqListener(WaitingListener):
                 got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
                 expected="one that has it (4.3 or later): without it strangers may get in",
             ) from None
-        self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
-        self._admitting = (self._zap_handler,)
+        self._admitting = self._zap_handler = ZapHandler(
+            self._context, self._socket, keys.allowed, self._names
+        )
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """See `Listener.allow`.
@@ -184,7 +185,7 @@ class ZmqListener(WaitingListener):
     @property
     def clients_refused(self) -> int:
         """See `Listener.clients_refused`."""
-        return sum(one.refused for one in self._admitting)
+        return self._admitting.refused
 
     def _has_come(self, patience_s: float) -> bool:
         """Receive a message, and keep it for `receive`; False if none comes.
@@ -194,7 +195,7 @@ class ZmqListener(WaitingListener):
         """
         if self._waiting is not None:
             return True
-        if any(one.failed for one in self._admitting):
+        if self._admitting.failed:
             raise admits_no_client(self.endpoint)
         if self._to_cut:
             self._cut_connections()
@@ -259,7 +260,8 @@ class ZmqListener(WaitingListener):
 
     def receive(self) -> Incoming | None:
         """See `Listener.receive`."""
-        self._has_come(0.0)
+        if self._waiting is None:
+            self._has_come(0.0)
         incoming, self._waiting = self._waiting, None
         return incoming
 
