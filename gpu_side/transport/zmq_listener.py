@@ -1,11 +1,10 @@
 """The service's end of ZeroMQ: a ROUTER socket, which also serves plain REQ sockets.
 
 A REQ socket's empty delimiter frame is kept with the connection's routing id, and put back in front
-of the reply. The id is ours, and no other connection's (`gpu_side.transport.zap`): a reply
-reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let in by
-the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client that is on
-the list as it stands then. Without keys clients come through a doorway
-(`gpu_side.transport.zmq_doorway`).
+of the reply. The id is ours, and no other connection's (`gpu_side.transport.zmq_admission`): a
+reply reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let
+in by the ZAP handler there, and each message is taken only from a client that is on the list as it
+stands then. Without keys clients come through the doorway there.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from gpu_side.transport.listener import (
     cannot_bind,
     refuse_live_socket,
 )
-from gpu_side.transport.zap import (
+from gpu_side.transport.zmq_admission import (
     DOMAIN,
     ZAP_ENFORCE_DOMAIN,
+    Doorway,
     Names,
     ZapHandler,
     bind_within_process,
     sender_of,
 )
-from gpu_side.transport.zmq_doorway import Doorway
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.tensors import Buffer
-from protocol.zmq_sockets import (
+from protocol.zmq_channel import (
     DONTWAIT,
     Tracker,
     is_readable,
@@ -91,7 +90,7 @@ class ZmqListener(WaitingListener):
     """The service's end: a ROUTER socket that hands out messages and takes replies.
 
     With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
-    `protocol.zmq_sockets`. Raises EndpointError when the endpoint is malformed, in use or not ours
+    `protocol.zmq_channel`. Raises EndpointError when the endpoint is malformed, in use or not ours
     to bind; `gpu_side.service.open_listener` refuses keys that ZeroMQ would not keep to.
     """
 

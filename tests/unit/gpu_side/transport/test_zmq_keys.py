@@ -22,8 +22,15 @@ from zmq.utils import z85
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
 from gpu_side.transport import zmq_listener
-from gpu_side.transport.zap import DOMAIN, Names, ZapHandler, as_property, bind_within_process
-from gpu_side.transport.zmq_doorway import Doorway, Handshake
+from gpu_side.transport.zmq_admission import (
+    DOMAIN,
+    Doorway,
+    Handshake,
+    Names,
+    ZapHandler,
+    as_property,
+    bind_within_process,
+)
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, ProtocolError, SettingsError
@@ -125,7 +132,7 @@ def test_where_the_zap_handler_has_died_nobody_gets_in_and_the_listener_says_so(
 ) -> None:
     with _channel(service.endpoint) as inside:
         inside.call(REQUEST)
-        monkeypatch.setattr("protocol.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 200)
+        monkeypatch.setattr("protocol.zmq_channel.HANDSHAKE_TIMEOUT_MS", 200)
         with monkeypatch.context() as patch:
             patch.setattr(ZapHandler, "_answer", lambda *_: 1 // 0)
             with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
