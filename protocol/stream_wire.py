@@ -268,7 +268,7 @@ class MemoryPool:
 
     def trim(self) -> int:
         """Forget what is beyond the limits, and say how many bytes lie here unused."""
-        kept = sum(block.nbytes for block in self._free)
+        kept: int = sum(block.nbytes for block in self._free)
         while len(self._free) > KEPT_BLOCKS or kept > KEPT_BYTES:
             kept -= self._free.pop(0).nbytes
         return kept

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from math import ceil
-from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -75,14 +74,6 @@ _EVENTS = int(
 )
 
 
-class Tracker(Protocol):
-    """What of `zmq.MessageTracker` we need."""
-
-    @property
-    def done(self) -> bool:
-        """Whether ZeroMQ has let go of the frame: it has been sent, or its peer is gone."""
-
-
 def set_options(
     zmq_socket: zmq.Socket[bytes],
     endpoint: str,
@@ -127,7 +118,7 @@ def receive_frames(
 def send_frames(
     zmq_socket: zmq.Socket[bytes],
     frames: Sequence[Buffer],
-    large: list[tuple[Tracker, int]] | None = None,
+    large: list[tuple[zmq.MessageTracker, int]] | None = None,
 ) -> None:
     """Send one multipart message, or raise zmq.Again where the queue is full.
 
@@ -175,11 +166,7 @@ def bytes_received(descriptor: int) -> int | None:
     one that never ends until memory does. The kernel counts what it has given to ZeroMQ.
     """
     try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return None
-    try:
-        with socket.socket(fileno=duplicate) as connection:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
     except OSError:
         return None

@@ -131,8 +131,9 @@ class HttpListener(WaitingListener):
         """See `Listener.receive`. What a client has sent that has gone since is left out."""
         while self._arrived:
             incoming = self._arrived.popleft()
+            size = sum(map(len, incoming.frames))
             with suppress(RuntimeError):  # closed meanwhile
-                self._loop.call_soon_threadsafe(self._gateway.free, incoming)
+                self._loop.call_soon_threadsafe(self._gateway.hold, incoming.client, -size)
             if incoming.route[1] in self._gateway.waiting:
                 return incoming
         return None

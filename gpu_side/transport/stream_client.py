@@ -138,32 +138,6 @@ STALLED_S = 2.0
 
 STALLED_BYTES = 64 * 1024
 
-# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
-_PATIENCE_S = 0.05
-
-_PATIENCE_SHARE = 0.05
-
-
-class Patience:
-    """What is left of the time for clients that do not read, however many they are.
-
-    One for all of them: a new connection brings no new patience with it.
-    """
-
-    def __init__(self) -> None:
-        self._left_s = _PATIENCE_S
-        self._at = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return how long we may wait from `now` (time.monotonic), in seconds."""
-        self._left_s = min(_PATIENCE_S, self._left_s + (now - self._at) * _PATIENCE_SHARE)
-        self._at = now
-        return self._left_s
-
-    def spend(self, waited_s: float) -> None:
-        """Take note of a wait that was in vain."""
-        self._left_s -= waited_s
-
 
 class Client:
     """One connection. `lane`: the service's end of the memory that it shares, None for none."""

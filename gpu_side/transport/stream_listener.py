@@ -32,7 +32,6 @@ from gpu_side.transport.stream_client import (
     STALLED_S,
     Client,
     DeviceMemory,
-    Patience,
     handed_over,
 )
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -58,6 +57,9 @@ _LOOK_AFTER = 16
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
 _PAUSE_S = 0.002
+# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
+_PATIENCE_S = 0.05
+_PATIENCE_SHARE = 0.05
 # How long slots alone are looked at while we spin, before the sockets are once more.
 _LOOK_US = 20
 
@@ -96,7 +98,9 @@ class StreamListener(WaitingListener):
         # and how many messages were handed out since.
         self._looked = False
         self._handed_out = 0
-        self._patience = Patience()
+        # What is left of the time for clients that do not read, and when that was reckoned. One for
+        # all of them, however many: a new connection brings no new patience with it.
+        self._patience_s, self._patience_at = _PATIENCE_S, 0.0
         # The clients that wait to send a large message, the first one first; when to look for
         # stalled ones (time.monotonic).
         self._wanting_room: dict[bytes, Client] = {}
@@ -193,7 +197,9 @@ class StreamListener(WaitingListener):
         What it has not read by then goes out while we wait for messages.
         """
         began = time.monotonic()
-        limit_s = min(self._patience.left_s(began), patience_s(client.writer.unsent_bytes))
+        grown_s = self._patience_s + (began - self._patience_at) * _PATIENCE_SHARE
+        self._patience_s, self._patience_at = min(_PATIENCE_S, grown_s), began
+        limit_s = min(self._patience_s, patience_s(client.writer.unsent_bytes))
         alone = not any(other is not client for other in self._turns)
         if alone and limit_s > 0:
             self._watch_only(client, select.EPOLLOUT)
@@ -207,7 +213,7 @@ class StreamListener(WaitingListener):
                 elif client.writer.flush():
                     self._watch(client)
                     return
-        self._patience.spend(time.monotonic() - began)
+        self._patience_s -= time.monotonic() - began
 
     # ---------------------------------------------------------------------------- binding
 

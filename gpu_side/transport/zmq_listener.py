@@ -43,7 +43,6 @@ from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.tensors import Buffer
 from protocol.zmq_channel import (
     DONTWAIT,
-    Tracker,
     is_readable,
     receive_frames,
     require_zmq,
@@ -63,11 +62,11 @@ class Unread:
     """Bytes in large replies that ZeroMQ still holds, because their client has not read them."""
 
     def __init__(self) -> None:
-        self._held: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        self._held: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         # With so many clients `collect` looks which of them have gone.
         self._look_at = _LOOK_AT_CLIENTS
 
-    def add(self, client: bytes, frames: Sequence[tuple[Tracker, int]]) -> None:
+    def add(self, client: bytes, frames: Sequence[tuple[zmq.MessageTracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
         if client not in self._held and len(self._held) >= self._look_at:
             for name in list(self._held):
@@ -273,7 +272,7 @@ class ZmqListener(WaitingListener):
         client = route[0]
         if self._unread.bytes_of(client) > self._max_message_bytes:
             return False
-        large: list[tuple[Tracker, int]] = []
+        large: list[tuple[zmq.MessageTracker, int]] = []
         try:
             send_frames(self._socket, [*route, *frames], large)
         except zmq.ZMQError as error:

@@ -156,20 +156,20 @@ def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
 def test_patience_is_short_and_one_for_all_connections(
     listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_client, "_PATIENCE_SHARE", 0.0)
-    monkeypatch.setattr(stream_client, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_S", 1000.0)
     monkeypatch.setattr(stream_listener, "patience_s", lambda size: 1000.0)
-    listener._patience = stream_client.Patience()
+    listener._patience_s = 1000.0
     with raw_socket(endpoint) as lazy:
         # It would take a quarter of an hour if it waited for as long as it may.
         assert listener.send(request_of(listener, lazy), HUGE)
-        assert 0 < listener._patience._left_s < 1000.0
+        assert 0 < listener._patience_s < 1000.0
     monkeypatch.setattr(stream_listener, "_PAUSE_S", 1.0)
-    monkeypatch.setattr(listener._patience, "_left_s", 0.01)
+    monkeypatch.setattr(listener, "_patience_s", 0.01)
     for _ in range(2):
         with raw_socket(endpoint) as lazy:
             assert listener.send(request_of(listener, lazy), HUGE)
-    assert listener._patience.left_s(0.0) <= 0
+    assert listener._patience_s <= 0
     with raw_socket(endpoint) as again:
         route = request_of(listener, again)
         never = Mock(side_effect=AssertionError("a client is waited for"))
@@ -184,8 +184,8 @@ def test_no_client_is_waited_for_while_another_wants_something(
     """Otherwise this would not end in the time that a test has."""
     monkeypatch.setattr(stream_listener, "patience_s", lambda _: 3600.0)
     monkeypatch.setattr(stream_listener, "_PAUSE_S", 3600.0)
-    monkeypatch.setattr(stream_client, "_PATIENCE_S", 3600.0)
-    monkeypatch.setattr(listener._patience, "_left_s", 3600.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(listener, "_patience_s", 3600.0)
     with raw_socket(endpoint) as lazy, raw_socket(endpoint) as other:
         route = request_of(listener, lazy)
         request_of(listener, other)
