@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from gpu_side.event_log import log
-from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import (
     BACKLOG,
     CLOSING_S,
@@ -30,6 +29,7 @@ from gpu_side.transport.listener import (
 )
 from gpu_side.transport.stream_client import (
     STALLED_S,
+    Acceptor,
     Client,
     DeviceMemory,
     handed_over,

@@ -38,8 +38,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from gpu_side.event_log import log
-from gpu_side.transport.acceptor import AcceptingThread
-from gpu_side.transport.listener import CLOSING_S, FileSocket, listen_at
+from gpu_side.transport.listener import CLOSING_S, AcceptingThread, FileSocket, listen_at
 from protocol.endpoint import Endpoint
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.zmq_channel import watch

@@ -18,8 +18,8 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport import stream_client, stream_listener
-from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import refuse_live_socket
+from gpu_side.transport.stream_client import Acceptor
 from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError
@@ -271,7 +271,7 @@ def test_a_client_for_which_there_is_no_memory_is_turned_away(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.0)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.0)
     # It has left: there is room for another one.
     monkeypatch.setattr(listener._acceptor, "_max_clients", 1)
     with raw_socket(endpoint) as unlucky, monkeypatch.context() as patched:
@@ -539,7 +539,7 @@ def test_who_says_nothing_makes_room_for_who_does(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor.SILENT_S", 0.0)
+    monkeypatch.setattr("gpu_side.transport.stream_client.SILENT_S", 0.0)
     # Not where there is room.
     with raw_socket(endpoint) as probing, ExitStack() as stack:
         assert _is_answered(probing)
@@ -564,7 +564,7 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
     """Without its thread, and with a clock of ours."""
     acceptor.stop()
     now = 1000.0
-    monkeypatch.setattr("gpu_side.transport.acceptor.time.monotonic", lambda: now)
+    monkeypatch.setattr("gpu_side.transport.listener.time.monotonic", lambda: now)
     with raw_socket(endpoint), raw_socket(endpoint):
         acceptor._accept()
         now = 1001.5
@@ -587,7 +587,7 @@ def test_what_cannot_be_watched_is_turned_away(
 ) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     epoll = Mock(wraps=acceptor._epoll, register=full)
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     with monkeypatch.context() as patched:
         patched.setattr(acceptor, "_epoll", epoll)
         with raw_socket(endpoint) as unlucky:
@@ -602,7 +602,7 @@ def test_without_file_descriptors_clients_wait(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     monkeypatch.setattr(acceptor, "_listening", without_descriptors(acceptor._listening, 3))
     with raw_socket(endpoint) as raw:
         assert _is_answered(raw)

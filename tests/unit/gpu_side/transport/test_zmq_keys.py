@@ -454,7 +454,7 @@ def test_without_file_descriptors_clients_wait_at_the_doorway(
 ) -> None:
     doorway = listener._doorway
     assert doorway is not None
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     monkeypatch.setattr(doorway, "_listening", without_descriptors(doorway._listening, 3))
     connect().send(b"x")
     take(listener)
