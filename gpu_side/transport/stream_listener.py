@@ -150,12 +150,9 @@ class StreamListener(WaitingListener):
         try:
             if len(route) > 1 and client.reply_in_slot(route[1][0], frames):
                 return True
-        except OSError:
-            self._drop(client)
-            return False
-        if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > self._max_message_bytes:
-            return False
-        try:
+            limit = self._max_message_bytes
+            if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > limit:
+                return False
             if not writer.send(frames):
                 self._write_rest(client)
         except OSError:
