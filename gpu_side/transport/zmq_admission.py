@@ -158,29 +158,27 @@ class ZapHandler:
             self._back,
             suppress(zmq.ContextTerminated),
         ):
-            self._answer_all()
-
-    def _answer_all(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._requests, zmq.POLLIN)
-        poller.register(self._failures, zmq.POLLIN)
-        try:
+            poller = zmq.Poller()
+            poller.register(self._requests, zmq.POLLIN)
+            poller.register(self._failures, zmq.POLLIN)
+            try:
+                while True:
+                    ready = {found for found, _ in poller.poll()}
+                    if self._requests in ready:
+                        self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
+                    if self._failures in ready:
+                        self._note_failure(self._failures.recv_multipart())
+            except zmq.ContextTerminated:
+                raise
+            except Exception:
+                # The listener ends the service: one that admits no client is of no use, and looks
+                # well.
+                self.failed = True
+                log.exception("zap_handler_failed", lets_in="nobody")
+                self._requests.close()
+            # ZeroMQ's own thread would wait until they are read.
             while True:
-                ready = {found for found, _ in poller.poll()}
-                if self._requests in ready:
-                    self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
-                if self._failures in ready:
-                    self._note_failure(self._failures.recv_multipart())
-        except zmq.ContextTerminated:
-            raise
-        except Exception:
-            # The listener ends the service: one that admits no client is of no use, and looks well.
-            self.failed = True
-            log.exception("zap_handler_failed", lets_in="nobody")
-            self._requests.close()
-        # ZeroMQ's own thread would wait until they are read.
-        while True:
-            self._failures.recv_multipart()
+                self._failures.recv_multipart()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Return the reply to one request; it is a refusal unless everything is right."""

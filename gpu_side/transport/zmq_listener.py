@@ -137,7 +137,21 @@ class ZmqListener(WaitingListener):
                 self.endpoint = self._doorway.endpoint
             else:
                 # Before the socket is bound: the first client finds the handler.
-                self._admit_by(keys)
+                self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+                self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+                try:
+                    # Without it a client that comes while no handler is there is let in.
+                    self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
+                except zmq.ZMQError:
+                    raise SettingsError(
+                        "keys",
+                        got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+                        expected="one that has it (4.3 or later): without it strangers may get in",
+                    ) from None
+                self._admitting = self._zap_handler = ZapHandler(
+                    self._context, self._socket, keys.allowed, self._names
+                )
                 self._socket.bind(endpoint)
                 self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except (OSError, zmq.ZMQError) as error:
@@ -146,24 +160,6 @@ class ZmqListener(WaitingListener):
         except BaseException:
             self.close()
             raise
-
-    def _admit_by(self, keys: ServiceKeys) -> None:
-        """Let in the clients with allowed keys alone. Raises SettingsError, zmq.ZMQError."""
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        try:
-            # Without it a client that comes while no handler is there is let in.
-            self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
-        except zmq.ZMQError:
-            raise SettingsError(
-                "keys",
-                got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
-                expected="one that has it (4.3 or later): without it strangers may get in",
-            ) from None
-        self._admitting = self._zap_handler = ZapHandler(
-            self._context, self._socket, keys.allowed, self._names
-        )
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """See `Listener.allow`.
