@@ -64,7 +64,7 @@ class ServiceSettings:
     `identity`: our secret key (or `secret`: itself, made in this process), and `allow`: the list of
     the clients that are let in, which SIGHUP reads again; without them every client is let in, and
     other machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
-    `protocol.zmq_sockets`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
+    `protocol.zmq_channel`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
     use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP reads the tokens again.
     """
 
@@ -182,7 +182,7 @@ def open_listener(
     """Bind a service's endpoint. `spin_us`: see `protocol.liveness`.
 
     `keys`: ours and those of the clients that are let in; None lets in every client.
-    `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any. `http`: of use for URLs
+    `heartbeat_timeout_s`: see `protocol.zmq_channel`; only ZeroMQ has any. `http`: of use for URLs
     alone. Raises EndpointError, and SettingsError for keys where the endpoint has no use for them.
     """
     parsed = parse_endpoint(endpoint, for_bind=True)

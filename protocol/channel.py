@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeAlias
 
@@ -54,13 +54,6 @@ NOT_PUT = -1
 
 # The frames of one message, and when the last of them had come.
 Received: TypeAlias = tuple[Sequence[memoryview], int]
-
-
-class ChannelWrapper(Protocol):
-    """Lays something over a channel, such as the model of a slower link."""
-
-    def __call__(self, channel: Channel, timeout_s: float) -> Channel:
-        """Return the channel to use instead. `timeout_s`: of a request that names no deadline."""
 
 
 class Channel(Protocol):
@@ -108,6 +101,11 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Disconnect; pending requests are dropped."""
+
+
+# Lays something over a channel, such as the model of a slower link, and returns the channel to use
+# instead. The number: the deadline of a request that names none, in seconds.
+ChannelWrapper: TypeAlias = Callable[[Channel, float], Channel]
 
 
 class WrappedChannel(Channel):
@@ -210,7 +208,6 @@ class PendingChannel(Channel):
 
     def _take(self, pending: Pending, prepared: PreparedRequest, request_id: int) -> None:
         """Take the reply to a prepared request by compiled code, if it comes in a moment."""
-        return
 
     def _was_replaced(self, connection: int) -> bool:
         """Say whether a reply that comes now may have come over a later connection than this.

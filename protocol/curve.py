@@ -46,10 +46,6 @@ _A_KEY = "a key of 40 Z85 characters"
 FileCheck = Callable[[Path, bytes], None]
 
 
-def _unchecked(_path: Path, _content: bytes) -> None:
-    """Accept a file whatever it holds."""
-
-
 @dataclass(frozen=True)
 class ClientKeys:
     """A client's own key pair and the public key of the service that it expects (Z85)."""
@@ -79,7 +75,7 @@ def read_secret_key(path: Path) -> bytes:
     return _read_key(path, secret=True)
 
 
-def read_public_key(path: Path, check: FileCheck = _unchecked) -> bytes:
+def read_public_key(path: Path, check: FileCheck | None = None) -> bytes:
     """Read a public key file. Raises KeyFileError, and what `check` raises.
 
     Refused: what others than us and root may write, and a secret key in its place. `check` is
@@ -88,7 +84,7 @@ def read_public_key(path: Path, check: FileCheck = _unchecked) -> bytes:
     return _read_key(path, secret=False, check=check)
 
 
-def public_key(value_or_path: str, check: FileCheck = _unchecked) -> bytes:
+def public_key(value_or_path: str, check: FileCheck | None = None) -> bytes:
     """Return a public key (Z85) that is given by value, or by the path of its file.
 
     A text of 40 Z85 characters is a value unless it ends in `.pub`. Raises as `read_public_key`.
@@ -110,7 +106,7 @@ def require_zmq_keys(endpoint: str) -> None:
     require_curve()
 
 
-def _read_key(path: Path, *, secret: bool, check: FileCheck = _unchecked) -> bytes:
+def _read_key(path: Path, *, secret: bool, check: FileCheck | None = None) -> bytes:
     text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
@@ -170,7 +166,7 @@ def checked_key(text: str, where: str) -> bytes:
     return key
 
 
-def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[str, os.stat_result]:
+def read_text(path: Path, limit: int, check: FileCheck | None = None) -> tuple[str, os.stat_result]:
     """Read a small text file, and whose it is. Raises KeyFileError, and what `check` raises."""
     where = str(path)
     try:
@@ -188,7 +184,8 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
     KeyFileError.unless(
         len(content) <= limit, where, "a larger file", f"at most {limit} bytes of keys"
     )
-    check(path, content)
+    if check is not None:
+        check(path, content)
     try:
         return content.decode("utf-8").replace("\r\n", "\n"), status
     except UnicodeDecodeError:

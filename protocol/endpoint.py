@@ -124,17 +124,13 @@ def _is_path(endpoint: str, path: str) -> bool:
 
 
 def _vsock_address(endpoint: str, for_bind: bool) -> tuple[int, int] | None:
-    if (match := _VSOCK.fullmatch(endpoint)) is None:
+    match = _VSOCK.fullmatch(endpoint)
+    # The largest number means "any", which has a spelling of its own.
+    if match is None or any(one.isdigit() and int(one) >= VSOCK_ANY for one in match.groups()):
         return None
     cid = VSOCK_ANY if match["cid"] == "any" else int(match["cid"])
     port = VSOCK_ANY if match["port"] == "*" else int(match["port"])
-    named = match["cid"] != "any" and match["port"] != "*"
-    # The largest number means "any", which has a spelling of its own.
-    if not (named or for_bind) or int(cid != VSOCK_ANY) + int(port != VSOCK_ANY) < (
-        (match["cid"] != "any") + (match["port"] != "*")
-    ):
-        return None
-    return (cid, port) if cid <= VSOCK_ANY and port <= VSOCK_ANY else None
+    return (cid, port) if for_bind or VSOCK_ANY not in (cid, port) else None
 
 
 def is_beyond_loopback(endpoint: str) -> bool:

@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import httpcore2
@@ -128,12 +128,8 @@ class HttpChannel(PendingChannel):
         exchange = self._exchange(body, self._connection, self._max_reply_bytes)
         request = asyncio.run_coroutine_threadsafe(exchange, self._loop)
         self._requests[self._last_id] = request
-        request.add_done_callback(self._note_done)
+        request.add_done_callback(self._done.put)
         return sent_ns
-
-    def _note_done(self, request: Future[Received]) -> None:
-        if not request.cancelled():
-            self._done.put(request)
 
     def _receive(self, deadline: float) -> Received | None:
         while True:
@@ -142,6 +138,8 @@ class HttpChannel(PendingChannel):
                 return self._done.get(left_s > 0, max(0.0, left_s)).result()
             except queue.Empty:
                 return None
+            except CancelledError:
+                pass  # given up meanwhile
             except _LostError as lost:
                 # What failed with others that were in flight beside it is no second loss.
                 if lost.connection == self._connection:

@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Final, TypeVar
 
 R = TypeVar("R")
@@ -33,23 +32,6 @@ class AdaptiveSpin:
         # Whether the previous wait was shorter than `spin_us`.
         self.expects_soon = self.is_on
 
-    def until(self, ask: Callable[[], R], left_s: float | None = None) -> R:
-        """Ask, once at least, until something has come, and return that.
-
-        Or nothing when the time is over, and the caller must block: after `spin_us`, or `left_s`
-        seconds if that is less.
-        """
-        limit_ns = self._limit_ns
-        if left_s is not None and left_s * 1e9 < limit_ns:
-            limit_ns = int(left_s * 1e9)
-        give_up_ns = time.perf_counter_ns() + limit_ns
-        found = ask()
-        while not found and time.perf_counter_ns() < give_up_ns:
-            # Where there are fewer cores than who wants one, the other end may need this one.
-            os.sched_yield()
-            found = ask()
-        return found
-
     def wait(self, ask: Callable[[float], R], left_s: float) -> R:
         """Ask with no patience while it is worth it, then once for what is left of `left_s`.
 
@@ -58,9 +40,16 @@ class AdaptiveSpin:
         if not self.is_on:
             return ask(left_s)
         started_ns = time.perf_counter_ns()
-        found = self.until(partial(ask, 0.0), left_s) if self.expects_soon else None
+        found = None
+        if self.expects_soon:
+            give_up_ns = started_ns + min(self._limit_ns, left_s * 1e9)
+            found = ask(0.0)
+            while not found and time.perf_counter_ns() < give_up_ns:
+                # Where there are fewer cores than who wants one, the other end may need this one.
+                os.sched_yield()
+                found = ask(0.0)
         if not found:
-            found = ask(left_s - (time.perf_counter_ns() - started_ns) / 1e9)
+            found = ask(max(0.0, left_s - (time.perf_counter_ns() - started_ns) / 1e9))
         self.waited(started_ns)
         return found
 

@@ -71,7 +71,7 @@ class ShmChannel(StreamChannel):
         try:
             self._share(connection)
         except EndpointError:
-            self._disconnect()
+            self.close()
             raise
         return connection
 
@@ -87,13 +87,14 @@ class ShmChannel(StreamChannel):
     def _use(self, lane: Lane) -> None:
         self._lane, self._free, self._asked = lane, list(range(lane.slots)), {}
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        """See `Channel.close`."""
         if self._lane is not None:
             # What came before the connection was lost counts, unless that is why.
             with suppress(ProtocolError):
                 self._collect()
             self._lane = None
-        super()._disconnect()
+        super().close()
 
     def _put(
         self, prepared: PreparedRequest, payload: torch.Tensor, request_id: int, timeout_ms: int
@@ -112,7 +113,7 @@ class ShmChannel(StreamChannel):
                 self._wake_up()
             except OSError:
                 # No service is there to read it: it may be sent again.
-                self._disconnect()
+                self.close()
                 return NOT_PUT
         return slot
 
@@ -230,7 +231,7 @@ class ShmChannel(StreamChannel):
         except ProtocolError:
             # As on a stream: what else it says is of no use.
             self._lane = None
-            self._disconnect()
+            self.close()
             raise
         self._reader.messages.append((frames, time.perf_counter_ns()))
 
@@ -270,8 +271,9 @@ class IvshmemChannel(ShmChannel):
             self._offered = None
         super()._write(frames, most_s)
 
-    def _disconnect(self) -> None:
-        super()._disconnect()
+    def close(self) -> None:
+        """See `Channel.close`."""
+        super().close()
         self._offered = None
         if self._file is not None:
             # By itself it would stay locked as long as it is mapped.

@@ -87,10 +87,6 @@ class StreamChannel(PendingChannel):
         scratch: Any = numpy.empty(BUFFER_BYTES, numpy.uint8)
         self._scratch, self._scratch_at = memoryview(scratch), int(scratch.ctypes.data)
 
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._disconnect()
-
     # ------------------------------------------------------------------------- connection
 
     def _connect(self, give_up: float) -> socket.socket:
@@ -117,7 +113,8 @@ class StreamChannel(PendingChannel):
         self._socket, self._was_connected = connection, True
         return connection
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        """See `Channel.close`. The next request connects again."""
         if self._socket is not None:
             self._socket.close()
             self._probe.close()
@@ -145,7 +142,7 @@ class StreamChannel(PendingChannel):
                 self._write(frames, left_s)
             except OSError:
                 # The service has not got all of it, so it is safe to send again.
-                self._disconnect()
+                self.close()
                 if give_up and time.monotonic() >= give_up:
                     if self._was_connected:
                         raise self._connection_lost(f"before {method} could be sent") from None
@@ -160,7 +157,7 @@ class StreamChannel(PendingChannel):
                 raise
             except BaseException:
                 # How much of it has been written is not known.
-                self._disconnect()
+                self.close()
                 raise
             else:
                 return sent_ns
@@ -209,7 +206,7 @@ class StreamChannel(PendingChannel):
             try:
                 reader.take_in(self._scratch[:come])
             except ProtocolError:
-                self._disconnect()
+                self.close()
                 raise
         elif left_s > 0:
             self._note_silence(left_s)
@@ -268,22 +265,22 @@ class StreamChannel(PendingChannel):
                 self._read_timeout_s = timeout_s
         try:
             if not self._reader.read(flags):
-                self._disconnect()
+                self.close()
         except BlockingIOError:
             self._note_silence(timeout_s)
             return False
         except OSError:
-            self._disconnect()
+            self.close()
         except BaseException:
             # Where the next message begins is not known any more.
-            self._disconnect()
+            self.close()
             raise
         return True
 
     def _note_silence(self, waited_s: float) -> None:
         """Take note that so much time has brought no reply, and go on only if the service lives."""
         if waited_s and self._socket is not None and not self._probe.is_alive(waited_s):
-            self._disconnect()
+            self.close()
 
     def _read_and_write(self, timeout_s: float, *, reading: bool) -> None:
         """Write what waits, and read where `reading`, as soon as either can be done."""
@@ -302,7 +299,7 @@ class StreamChannel(PendingChannel):
                 try:
                     self._writer.flush()
                 except BaseException as error:
-                    self._disconnect()
+                    self.close()
                     if not isinstance(error, OSError):
                         raise
 

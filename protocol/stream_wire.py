@@ -56,7 +56,6 @@ _PATIENCE_S = 0.002
 _READING_BYTES_PER_S = 0.5e9
 
 _COUNT = struct.Struct("<I")
-_TWO_FRAMES = struct.Struct("<I2Q")
 # Longer messages' layouts are not remembered: a peer could make them hold much.
 _REMEMBERED_FRAMES = 8
 _ZEROS = bytes(ALIGNMENT)
@@ -251,17 +250,8 @@ class MemoryPool:
     """
 
     def __init__(self) -> None:
+        # What was not used for longest comes first.
         self._free: list[Any] = []
-        # What came back since; the last view may go on another thread than the one that takes.
-        self._returned: deque[Any] = deque()
-        # Kept, because a weak reference calls back only while it is alive itself.
-        self._lent: dict[int, weakref.ref[Any]] = {}
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that lie here unused."""
-        self._collect()
-        return sum(block.nbytes for block in self._free)
 
     def take(self, size: int) -> memoryview:
         """Return `size` bytes (at least one) with anything in them, at a multiple of 64.
@@ -272,25 +262,19 @@ class MemoryPool:
         block = self._find(size)
         # An object of its own: every view of the memory that goes out refers to it, and only those.
         loan = block[:size]
-        key = id(loan)
-
-        def returned(_: object) -> None:
-            del self._lent[key]
-            self._returned.append(block)
-
-        self._lent[key] = weakref.ref(loan, returned)
+        # The last view may go on another thread than the one that takes.
+        weakref.finalize(loan, self._free.append, block).atexit = False
         return memoryview(loan)
 
-    def _collect(self) -> None:
-        """Take in what came back; what was not used for longest goes first."""
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        kept = sum(block.nbytes for block in self._free)
+    def trim(self) -> int:
+        """Forget what is beyond the limits, and say how many bytes lie here unused."""
+        kept: int = sum(block.nbytes for block in self._free)
         while len(self._free) > KEPT_BLOCKS or kept > KEPT_BYTES:
             kept -= self._free.pop(0).nbytes
+        return kept
 
     def _find(self, size: int) -> Any:
-        self._collect()
+        self.trim()
         for index in range(len(self._free) - 1, -1, -1):
             if size <= self._free[index].nbytes <= _MAX_WASTE * max(size, _GRAIN_BYTES):
                 return self._free.pop(index)
@@ -397,16 +381,16 @@ class MessageReader:
                 continue
             if not 1 <= count <= self._max_frames:
                 raise self._refused(f"{count} frames", f"1 to {self._max_frames}")
-            prefix = _TWO_FRAMES if count == 2 else struct.Struct(f"<I{count}Q")
-            if available < prefix.size:
+            stop = min(start + _COUNT.size + 8 * count, self.unfinished_bytes)
+            read = _remembered_prefix if count <= _REMEMBERED_FRAMES else _read
+            if (found := read(bytes(self._buffer[start:stop]))) is None:
                 break
-            sizes = prefix.unpack_from(self._buffer, start)[1:]
-            if sum(sizes) > self._max_message_bytes:
+            self._places, self._expected, size = found
+            if size > self._max_message_bytes:
                 most = f"at most {self._max_message_bytes}"
-                raise self._refused(f"{sum(sizes)} bytes", most, ErrorCode.LIMIT_EXCEEDED)
-            self._places, _, self._expected = layout(sizes)
+                raise self._refused(f"{size} bytes", most, ErrorCode.LIMIT_EXCEEDED)
             if available < self._expected:
-                self.wants_room = sum(sizes) if self._expected > BUFFER_BYTES else 0
+                self.wants_room = size if self._expected > BUFFER_BYTES else 0
                 break
             stop = start + self._expected
             if self._expected < COPY_BYTES:

@@ -30,7 +30,7 @@ def open_channel(
     """Connect to a service.
 
     `timeout_s`: deadline of a request that names none. `spin_us`: see `protocol.liveness`. `keys`:
-    ours and the service's. `heartbeat_timeout_s`: see `protocol.zmq_sockets`; only ZeroMQ has any.
+    ours and the service's. `heartbeat_timeout_s`: see `protocol.zmq_channel`; only ZeroMQ has any.
     `http`: of use for URLs alone. Raises EndpointError, and SettingsError for keys where the
     endpoint has no use for them, and without the extra `http` where it needs it.
     """

@@ -58,7 +58,7 @@ class RunnerSettings:
     in, such as the model of a slower link.
     `manifest`: what the model directory must hold, None: as it is.
     `keys`: none, one for all services, or one for each in the order of `gpu`.
-    `heartbeat_timeout_s`: see `protocol.zmq_sockets`. `shares_in_the_clear`: whether a policy with
+    `heartbeat_timeout_s`: see `protocol.zmq_channel`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
     `appraise_service`: see `tee_side.remote.attested`; a policy with attested services needs it.
     `kernels`: see `protocol.native.use`, None: those in use. `http`: for services, by their URL.

@@ -51,16 +51,6 @@ class Link:
         return 0 if self.gbps is None else round(size * 8 / self.gbps)
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A request under way. `arrival_ns`: when its last bit would be at the service."""
-
-    method: str
-    arrival_ns: int
-    deadline_ns: int
-    timeout_s: float
-
-
 class ModelledLink(WrappedChannel):
     """A `Channel` over which no reply comes earlier than over `link`, whatever carries it.
 
@@ -80,7 +70,9 @@ class ModelledLink(WrappedChannel):
         super().__init__(channel)
         self.link = link
         self._timeout_s = timeout_s
-        self._sent: dict[int, _Sent] = {}
+        # Of each request under way: its operator, when its last bit would be at the service, its
+        # deadline (both perf_counter_ns), and how long it may take.
+        self._sent: dict[int, tuple[str, int, int, float]] = {}
         # When the last bit of what is under way has left, in each direction.
         self._there_free_ns = 0
         self._back_free_ns = 0
@@ -105,30 +97,26 @@ class ModelledLink(WrappedChannel):
         now_ns = time.perf_counter_ns()
         begin_ns = max(self._there_free_ns, now_ns)
         self._there_free_ns = begin_ns + self.link.transfer_ns(size)
-        self._sent[request_id] = _Sent(
-            method,
-            self._there_free_ns + self.link.one_way_ns,
-            now_ns + int(timeout_s * 1e9),
-            timeout_s,
-        )
+        arrival_ns = self._there_free_ns + self.link.one_way_ns
+        self._sent[request_id] = method, arrival_ns, now_ns + int(timeout_s * 1e9), timeout_s
         return request_id
 
     def wait(self, request_id: int) -> Exchange:
         """See `Channel.wait`. `elapsed_ns` of the exchange includes the link."""
-        sent = self._sent.pop(request_id)
+        method, arrival_ns, deadline_ns, timeout_s = self._sent.pop(request_id)
         exchange = self._channel.wait(request_id)
         timing = exchange.timing
         service_ns = 0 if timing is None else (timing.queue_us + timing.compute_us) * 1000
         # A claim that is not true would keep the way back occupied, for all that come later.
         service_ns = min(service_ns, exchange.elapsed_ns)
-        begin_ns = max(self._back_free_ns, sent.arrival_ns + service_ns)
+        begin_ns = max(self._back_free_ns, arrival_ns + service_ns)
         self._back_free_ns = begin_ns + self.link.transfer_ns(exchange.bytes_received)
         due_ns = self._back_free_ns + self.link.one_way_ns
-        wait_until(min(due_ns, sent.deadline_ns))
-        if due_ns > sent.deadline_ns:
+        wait_until(min(due_ns, deadline_ns))
+        if due_ns > deadline_ns:
             raise DeadlineExceededError(
                 self.endpoint,
-                got=f"no reply to {sent.method} within {sent.timeout_s:g} s over a modelled link",
+                got=f"no reply to {method} within {timeout_s:g} s over a modelled link",
                 expected="a faster link, or more time",
             )
         arrived_ns = max(due_ns, exchange.sent_ns + exchange.elapsed_ns)

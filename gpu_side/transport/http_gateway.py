@@ -59,10 +59,6 @@ class _RefusedError(Exception):
             raise cls(status, detail)
 
 
-class _GoneError(Exception):
-    """A client that has closed its connection."""
-
-
 class _Waiting(NamedTuple):
     """A request that waits for its reply; the future's None is that none will come."""
 
@@ -127,10 +123,6 @@ class Gateway:
 
     # ------------------------------------------------------------------------- on the event loop
 
-    def free(self, incoming: Incoming) -> None:
-        """Take note that a message was handed out."""
-        self._hold(incoming.client, -sum(map(len, incoming.frames)))
-
     def cut_revoked(self) -> None:
         """End the requests of clients that are not let in any more; of all, while we end."""
         tokens = self.tokens
@@ -166,7 +158,7 @@ class Gateway:
                 await self._say(send, refused.status, str(refused))
         except TimeoutError:
             self._cut(scope)  # closing it would wait for the client to read
-        except (_GoneError, OSError):
+        except OSError:
             return  # an answer that is not complete: its connection is closed
         except Exception:
             log.exception("http_failed", path="rpc")
@@ -223,7 +215,7 @@ class Gateway:
             raise _RefusedError(413 if too_large else 400, str(error)) from None
         incoming = Incoming((name, number), frames, time.perf_counter_ns(), key)
         reply: asyncio.Future[Sequence[Buffer] | None] = asyncio.get_running_loop().create_future()
-        self._hold(incoming.client, sum(map(len, frames)))
+        self.hold(incoming.client, sum(map(len, frames)))
         self.waiting[number] = _Waiting(incoming, reply)
         self._deliver(incoming)
         # The memory is the loop's from now on.
@@ -232,7 +224,7 @@ class Gateway:
         try:
             await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
-                raise _GoneError
+                raise ConnectionAbortedError
         finally:
             gone.cancel()
             reply.cancel()
@@ -252,7 +244,7 @@ class Gateway:
     async def _read(
         self, client: bytes, headers: dict[bytes, bytes], receive: ASGIReceiveCallable
     ) -> bytearray:
-        """Read a body. Raises _RefusedError and _GoneError."""
+        """Read a body. Raises _RefusedError, or ConnectionAbortedError (it has gone)."""
         said = headers.get(b"content-length", b"")
         # h11 reads all chunks, whatever length is said.
         chunked = b"transfer-encoding" in headers
@@ -271,14 +263,14 @@ class Gateway:
                         limit.reschedule(began + BODY_S + len(body) / LEAST_BYTES_PER_S)
                         message = await receive()
                         if message["type"] != "http.request":
-                            raise _GoneError
+                            raise ConnectionAbortedError
                         body += message.get("body", b"")
                         fits = len(body) <= size
                         _RefusedError.unless(fits, 413, f"a body of more than {size} bytes")
                         if not message.get("more_body"):
                             return body
                 finally:
-                    self._hold(client, -size)
+                    self.hold(client, -size)
         except TimeoutError:
             raise _RefusedError(408, f"{len(body)} bytes of a body, and no more in time") from None
 
@@ -289,9 +281,10 @@ class Gateway:
             or self._held.total() + size > RECEIVED_MESSAGES * self._longest
         ):
             await self._freed.wait()
-        self._hold(client, size)
+        self.hold(client, size)
 
-    def _hold(self, client: bytes, size: int) -> None:
+    def hold(self, client: bytes, size: int) -> None:
+        """Count so many bytes more of a client, or less: of one that was handed out."""
         if abs(size) > ALWAYS_BYTES:
             self._held += Counter({client: size})  # keeps what is above zero
             if size < 0:

@@ -8,8 +8,6 @@ bounded by h11; a connection that is silent for too long, or whose client reads 
 from __future__ import annotations
 
 import asyncio
-import os
-import select
 import socket
 import threading
 import time
@@ -18,16 +16,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from gpu_side.access import HttpKeys
 from gpu_side.event_log import log
 from gpu_side.transport.http_gateway import Gateway
 from gpu_side.transport.listener import (
-    WAKEUP_INTERVAL_MS,
     Incoming,
-    Listener,
+    WaitingListener,
     admits_no_client,
     cannot_bind,
     listen_at,
@@ -50,7 +46,7 @@ SILENT_S = 2.0
 _LOOK_S = 0.5
 
 
-class HttpListener(Listener):
+class HttpListener(WaitingListener):
     """An HTTP server that hands out messages and takes replies. `keys`: see `HttpKeys`.
 
     Raises EndpointError when the address is malformed, in use or not ours to bind, and
@@ -71,10 +67,12 @@ class HttpListener(Listener):
             raise SettingsError(
                 "--http", got="no uvicorn", expected="it installed: pip install '.[http]'"
             ) from None
+        super().__init__()
         keys = keys or HttpKeys()
         self._socket, self.endpoint = _bound(endpoint, keys)
         self._arrived: deque[Incoming] = deque()
-        self._ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Set when there is something new in it, or the listener's thread has failed.
+        self._come = threading.Event()
         self._gateway = Gateway(self._take, self._cut, max_message_bytes, keys.tokens)
         self._loop = asyncio.new_event_loop()
         if keys.certificate is not None:
@@ -120,32 +118,22 @@ class HttpListener(Listener):
         """See `Listener.is_allowed`."""
         return self._gateway.tokens is None or key in self._gateway.tokens
 
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`. `wakeup` is looked at a few times a second as well."""
+    def _has_come(self, patience_s: float) -> bool:
         self._gateway.is_ready = True
-        give_up = time.monotonic() + (inf if timeout_ms is None else timeout_ms / 1000)
-        poll = select.poll()
-        poll.register(self._ready_fd, select.POLLIN)
-        if wakeup is not None:
-            poll.register(wakeup, select.POLLIN)
-        while not self._arrived:
+        if not self._arrived:
             if self._failed:
                 raise admits_no_client(self.endpoint)
-            left_ms = max(0.0, 1000 * (give_up - time.monotonic()))
-            files = [file for file, _ in poll.poll(min(left_ms, WAKEUP_INTERVAL_MS))]
-            if self._ready_fd in files:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._ready_fd)
-            elif files or time.monotonic() >= give_up:
-                return bool(self._arrived)
-        return True
+            self._come.wait(patience_s)
+            self._come.clear()
+        return bool(self._arrived)
 
     def receive(self) -> Incoming | None:
         """See `Listener.receive`. What a client has sent that has gone since is left out."""
         while self._arrived:
             incoming = self._arrived.popleft()
+            size = sum(map(len, incoming.frames))
             with suppress(RuntimeError):  # closed meanwhile
-                self._loop.call_soon_threadsafe(self._gateway.free, incoming)
+                self._loop.call_soon_threadsafe(self._gateway.hold, incoming.client, -size)
             if incoming.route[1] in self._gateway.waiting:
                 return incoming
         return None
@@ -166,13 +154,12 @@ class HttpListener(Listener):
             self._loop.call_soon_threadsafe(self._gateway.end)
         self._thread.join()
         self._socket.close()
-        os.close(self._ready_fd)
 
     # ------------------------------------------------------------------- on the listener's thread
 
     def _take(self, incoming: Incoming) -> None:
         self._arrived.append(incoming)
-        os.eventfd_write(self._ready_fd, 1)
+        self._come.set()
 
     def _run(self) -> None:
         try:
@@ -183,14 +170,12 @@ class HttpListener(Listener):
         finally:
             if not self._closed:
                 self._failed = True
-                os.eventfd_write(self._ready_fd, 1)
+                self._come.set()
 
     async def _serve(self) -> None:
-        looking = asyncio.create_task(self._cut_silent())
-        try:
-            await self._server.serve(sockets=[self._socket])
-        finally:
-            looking.cancel()
+        # Ends with the loop's runner.
+        self._looking = asyncio.create_task(self._cut_silent())
+        await self._server.serve(sockets=[self._socket])
 
     @property
     def _connections(self) -> set[H11Protocol]:

@@ -1,4 +1,4 @@
-"""The interface of a transport's service end, and the files of Unix sockets.
+"""The interface of a transport's service end, the files of Unix sockets, and how to let clients in.
 
 `gpu_side.service.open_listener` makes a listener. It belongs to one thread, as a channel does
 (`protocol.channel`). A service replaces and removes the file of its own socket, and no live one's.
@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import stat
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from math import inf
 from typing import NamedTuple, Protocol
 
+from gpu_side.event_log import log
 from protocol.endpoint import Endpoint
 from protocol.errors import EndpointError
+from protocol.liveness import AdaptiveSpin
 from protocol.shared_memory import SlotMemory
 from protocol.tensors import Buffer
 
 # Connections that may wait to be accepted; seconds for replies on their way when a listener closes;
-# how often a listener that waits on ZeroMQ or HTTP looks whether it is to stop.
+# how often a listener that waits looks whether it is to stop.
 BACKLOG = 128
 CLOSING_S = 0.5
-WAKEUP_INTERVAL_MS = 100
+_WAKEUP_INTERVAL_S = 0.1
+# How long no client is let in where there are too few file descriptors.
+_ACCEPT_AGAIN_S = 1.0
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
 class Incoming(NamedTuple):
@@ -93,6 +104,35 @@ class Listener(Protocol):
         """Stop listening; replies on their way get half a second."""
 
 
+class WaitingListener(Listener):
+    """A `Listener` that waits for messages alone, and looks for anything else now and then."""
+
+    def __init__(self, spin_us: float = 0.0) -> None:
+        self._spin = AdaptiveSpin(spin_us)
+
+    @abstractmethod
+    def _has_come(self, patience_s: float) -> bool:
+        """Say whether a message can be received, waiting for one so many seconds (at least 0)."""
+
+    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
+        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
+
+        To sleep in the call that receives, and not in a poll of both sockets before it, is what a
+        fifth of a small round trip went into.
+        """
+        # Only looking is no wait, and says nothing of how soon messages come.
+        if timeout_ms == 0:
+            return self._has_come(0.0)
+        give_up = time.monotonic() + (inf if timeout_ms is None else timeout_ms / 1000)
+        ask = partial(self._spin.wait, self._has_come) if self._spin.is_on else self._has_come
+        while (left_s := give_up - time.monotonic()) > 0:
+            if ask(min(left_s, _WAKEUP_INTERVAL_S)):
+                return True
+            if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
+                break
+        return False
+
+
 def admits_no_client(endpoint: str) -> EndpointError:
     """Return the error of a listener whose thread that lets clients in has failed."""
     return EndpointError(
@@ -137,15 +177,26 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
     raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
 
 
-def bind_at(path: str) -> socket.socket:
-    """Listen at a path, in place of a dead service's socket. After `refuse_live_socket`.
+class FileSocket(socket.socket):
+    """Listens at a path, in place of a dead service's socket. After `refuse_live_socket`.
 
     What is no socket stays, and cannot be bound. Raises OSError.
     """
-    with suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            os.unlink(path)
-    return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
+
+    def __init__(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                os.unlink(path)
+        bound = socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
+        super().__init__(fileno=bound.detach())
+        self._path, self._status = path, os.lstat(path)
+
+    def close(self) -> None:
+        """Close it and remove the file, unless that is another's by now."""
+        super().close()
+        with suppress(OSError):
+            if os.path.samestat(os.lstat(self._path), self._status):
+                os.unlink(self._path)
 
 
 def listen_at(host: str, port: str, *, dualstack_ipv6: bool = False) -> socket.socket:
@@ -159,14 +210,114 @@ def listen_at(host: str, port: str, *, dualstack_ipv6: bool = False) -> socket.s
     )
 
 
-class SocketFile:
-    """The file of a socket that was just bound at a path. Raises OSError where it is gone."""
+class AcceptingThread(ABC):
+    """Accepts connections on a thread of its own, and pauses where descriptors or memory run out.
 
-    def __init__(self, path: str) -> None:
-        self._path, self._status = path, os.lstat(path)
+    It never computes: a client that comes while the loop does must be let in too.
 
-    def remove(self) -> None:
-        """Remove the file, unless it is another's by now."""
-        with suppress(OSError):
-            if os.path.samestat(os.lstat(self._path), self._status):
-                os.unlink(self._path)
+    A subclass calls this constructor last, as the thread then starts. `failed`: an exception, which
+    is in the log, has ended the thread, and no client is let in any more. No more than
+    `max_clients` are let in until one of them has left (`client_closed`).
+    """
+
+    # The event that says that the thread has failed.
+    _failure: str
+
+    def __init__(self, listening: socket.socket, *, max_clients: float = inf) -> None:
+        self._listening = listening
+        self._file = listening.fileno()
+        self._clients, self._max_clients = 0, max_clients
+        # `client_closed` and `pause_accepting` may be called on another thread.
+        self._lock = threading.Lock()
+        # Whether there is room for another client.
+        self.accepting = True
+        self._stopping = self.failed = False
+        # When to try again to accept (time.monotonic), where that failed; 0: it did not.
+        self._accept_again = 0.0
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._file, select.EPOLLIN)
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
+        self._thread.start()
+
+    def client_closed(self) -> None:
+        """Take note that a client has left."""
+        with self._lock:
+            self._clients -= 1
+            if not self.accepting:
+                self._accept_more(True)
+
+    def pause_accepting(self) -> None:
+        """Let no client in for a while, or until another client leaves.
+
+        For want of memory or file descriptors, which another process may hold.
+        """
+        with self._lock:
+            log.warning("no_more_clients", clients=self._clients)
+            self._accept_more(False)
+            self._accept_again = time.monotonic() + _ACCEPT_AGAIN_S
+        os.eventfd_write(self._wakeup, 1)
+
+    def stop(self) -> None:
+        """Let no client in any more."""
+        self._stopping = True
+        os.eventfd_write(self._wakeup, 1)
+
+    # --------------------------------------------------------------------------- on the own thread
+
+    def _run(self) -> None:
+        try:
+            self._attend_all()
+        except Exception:
+            self.failed = True
+            log.exception(self._failure, lets_in="nobody")
+        finally:
+            self._ended()
+
+    @abstractmethod
+    def _attend_all(self) -> None:
+        """Attend to connections until told to stop."""
+
+    @abstractmethod
+    def _ended(self) -> None:
+        """Close what the thread has to close when it ends, also where it has failed."""
+
+    def _left_s(self) -> float | None:
+        """Return how long no client is let in; None where that is not a matter of time."""
+        if not self._accept_again:  # a pause that begins now wakes this thread up
+            return None
+        now = time.monotonic()
+        with self._lock:
+            if self._accept_again and self._accept_again <= now:
+                self._accept_more(self._clients < self._max_clients)
+            return self._accept_again - now if self._accept_again else None
+
+    def _accept_more(self, accepting: bool) -> None:
+        """Change what the thread waits for, whichever thread this is. With the lock."""
+        self._accept_again = 0.0
+        self.accepting = accepting
+        if not self._stopping:
+            self._epoll.modify(self._file, select.EPOLLIN if accepting else 0)
+
+    def _accept(self) -> None:
+        """Let a client in, or pause."""
+        try:
+            self._let_in()
+        except OSError as error:
+            # Otherwise the client disconnected before accept(): ignore it.
+            if error.errno in _EXHAUSTED:
+                self.pause_accepting()
+
+    @abstractmethod
+    def _let_in(self) -> None:
+        """Accept a client (`_accepted`). Raises OSError where there is none."""
+
+    def _accepted(self) -> socket.socket:
+        """Accept a connection and count its client. Raises OSError."""
+        connection, _ = self._listening.accept()
+        with self._lock:
+            self._clients += 1
+            if self._clients >= self._max_clients:
+                self._accept_more(False)
+        return connection

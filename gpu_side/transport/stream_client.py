@@ -1,4 +1,4 @@
-"""One connection of a stream's listener, and the memory that its client may share with it.
+"""A stream's clients: how one is let in, its connection, and the memory that it may share with us.
 
 When a client is read from, and when it has stalled, is said here; what follows from it is the
 listener's business (`gpu_side.transport.stream_listener`).
@@ -23,8 +23,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from gpu_side.encoding import MAX_FRAMES
-from gpu_side.transport.listener import Incoming
+from gpu_side.event_log import log
+from gpu_side.transport.listener import AcceptingThread, Incoming
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.liveness import PROBE, PROBES_BYTES
 from protocol.shared_memory import (
     ATTACH,
     LARGEST,
@@ -129,40 +131,13 @@ def handed_over(connection: socket.socket) -> Lane:
 # A client with so many requests, or so many bytes in them, that the service has not taken is not
 # read from. Beside them at most one more is being received.
 QUEUED_REQUESTS = 64
-
 QUEUED_BYTES = 16 * 1024 * 1024
-
 # Where others are kept out, a client that has sent less than so much of its message for so long
 # makes room.
 STALLED_S = 2.0
-
 STALLED_BYTES = 64 * 1024
-
-# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
-_PATIENCE_S = 0.05
-
-_PATIENCE_SHARE = 0.05
-
-
-class Patience:
-    """What is left of the time for clients that do not read, however many they are.
-
-    One for all of them: a new connection brings no new patience with it.
-    """
-
-    def __init__(self) -> None:
-        self._left_s = _PATIENCE_S
-        self._at = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return how long we may wait from `now` (time.monotonic), in seconds."""
-        self._left_s = min(_PATIENCE_S, self._left_s + (now - self._at) * _PATIENCE_SHARE)
-        self._at = now
-        return self._left_s
-
-    def spend(self, waited_s: float) -> None:
-        """Take note of a wait that was in vain."""
-        self._left_s -= waited_s
+# While no further client is let in, a client that has been silent for this long is dropped.
+SILENT_S = 2.0
 
 
 class Client:
@@ -299,3 +274,172 @@ class Client:
         if not self.stalled_since or now - self.stalled_since < STALLED_S:
             return False
         return not self.reader.messages and not self.reader.wants_room
+
+
+class Acceptor(AcceptingThread):
+    """Lets a stream's clients in, and answers their probes (`protocol.liveness`), until `stop`.
+
+    A connection on which a message begins goes to `arrivals`; `ready_fd` is a file that is readable
+    while there are some. Clients beyond `max_clients` wait to be accepted, and a client that was
+    silent for two seconds is dropped then. Of connections for probes there are twice as many, and a
+    new one takes the place of the one that was idle longest. `listening` must not block, and stays
+    the caller's.
+
+    Should the thread fail, it closes what it holds, and `ready_fd` is readable, so that the
+    service, which can let in no client any more, ends. Its clients go on with another.
+    """
+
+    _failure = "acceptor_failed"
+
+    def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
+        # Those that have not said yet what they are, since when (time.monotonic), the first one
+        # first; and those that probe, the one that has not for longest first.
+        self._unclassified: dict[int, tuple[socket.socket, float]] = {}
+        self._probes: dict[int, socket.socket] = {}
+        self._arrived: deque[socket.socket] = deque()
+        self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        super().__init__(listening, max_clients=max_clients)
+
+    def arrivals(self) -> list[socket.socket]:
+        """Return the clients that have come since it was last asked; they are the caller's."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.ready_fd)
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def stop(self) -> None:
+        """Let no client in any more. What is open stays open, and is not answered."""
+        if not self._stopping:
+            super().stop()
+            self._thread.join()
+
+    def close(self) -> None:
+        """Close all connections but those that were handed out. After `stop`, and once only."""
+        if self._epoll.closed:
+            return
+        self._close_connections()
+        for connection in self._arrived:
+            connection.close()
+        self._epoll.close()
+        os.close(self.ready_fd)
+        os.close(self._wakeup)
+
+    def _close_connections(self) -> None:
+        unclassified = [connection for connection, _ in self._unclassified.values()]
+        for connection in (*unclassified, *self._probes.values()):
+            connection.close()
+
+    def _attend_all(self) -> None:
+        while not self._stopping:
+            for file, _ in self._epoll.poll(self._left_s()):
+                try:
+                    self._attend(file)
+                except MemoryError:
+                    self.pause_accepting()
+            # After those that have spoken by now were listened to.
+            self._make_room()
+
+    def _ended(self) -> None:
+        if self.failed:
+            self._close_connections()
+            # A client that connects from now on is refused, and does not wait to be accepted.
+            with suppress(OSError):
+                self._listening.shutdown(socket.SHUT_RDWR)
+            os.eventfd_write(self.ready_fd, 1)
+
+    def _left_s(self) -> float | None:
+        left_s = super()._left_s()
+        if self.accepting or not self._unclassified:
+            return left_s
+        _, since = next(iter(self._unclassified.values()))
+        silent_s = max(0.0, since + SILENT_S - time.monotonic())
+        return silent_s if left_s is None else min(left_s, silent_s)
+
+    def _make_room(self) -> None:
+        """Drop those that have been silent for too long, if that is what keeps others out."""
+        if self.accepting:
+            return
+        until = time.monotonic() - SILENT_S
+        silent = [file for file, (_, since) in self._unclassified.items() if since <= until]
+        if silent:
+            log.warning(
+                "dropped",
+                clients=len(silent),
+                reason="silent",
+                detail=f"silent for {SILENT_S:g} s",
+            )
+        for file in silent:
+            connection, _ = self._unclassified.pop(file)
+            self.client_closed()
+            # Closing takes it out of the epoll set too.
+            connection.close()
+
+    def _attend(self, file: int) -> None:
+        if file == self._file:
+            self._accept()
+        elif file == self._wakeup:
+            os.eventfd_read(self._wakeup)
+        elif file in self._probes:
+            self._answer(file)
+        elif file in self._unclassified:
+            self._classify(file)
+
+    def _let_in(self) -> None:
+        connection = self._accepted()
+        try:
+            self._unclassified[connection.fileno()] = connection, time.monotonic()
+            self._epoll.register(connection, select.EPOLLIN)
+        except (OSError, MemoryError):
+            self._unclassified.pop(connection.fileno(), None)
+            connection.close()
+            self.client_closed()
+            self.pause_accepting()
+
+    def _classify(self, file: int) -> None:
+        """Find out what a connection is for, by its first byte."""
+        connection, _ = self._unclassified[file]
+        try:
+            first = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            first = b""
+        del self._unclassified[file]
+        if first and first != PROBE:
+            self._epoll.unregister(file)
+            if not self.accepting:
+                log.warning("no_more_clients", clients=self._clients)
+            self._arrived.append(connection)
+            os.eventfd_write(self.ready_fd, 1)
+            return
+        self.client_closed()
+        if not first:
+            connection.close()
+            return
+        # Each client has one, and may be in the middle of coming back.
+        most = int(2 * self._max_clients)
+        if len(self._probes) >= most:
+            idle = next(iter(self._probes))
+            self._probes.pop(idle).close()
+            log.warning(
+                "dropped", reason="idle_probe", detail=f"signs of life: idle longest of {most}"
+            )
+        self._probes[file] = connection
+        self._answer(file)
+
+    def _answer(self, file: int) -> None:
+        """Send a probe back. A client that sends more before that, or anything else, is dropped."""
+        connection = self._probes.pop(file)
+        probes = b""
+        with suppress(OSError):
+            probes = connection.recv(PROBES_BYTES, socket.MSG_DONTWAIT)
+            if probes == PROBE and connection.send(probes, socket.MSG_DONTWAIT):
+                # Behind those that have not probed since.
+                self._probes[file] = connection
+                return
+        if probes not in (b"", PROBE):
+            log.warning(
+                "dropped",
+                reason="no_probe",
+                detail=f"signs of life: got {len(probes)} bytes, expected one zero at a time",
+            )
+        connection.close()

@@ -17,29 +17,26 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from gpu_side.event_log import log
-from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import (
     BACKLOG,
     CLOSING_S,
+    FileSocket,
     Incoming,
-    Listener,
-    SocketFile,
+    WaitingListener,
     admits_no_client,
-    bind_at,
     cannot_bind,
     refuse_live_socket,
 )
 from gpu_side.transport.stream_client import (
     STALLED_S,
+    Acceptor,
     Client,
     DeviceMemory,
-    Patience,
     handed_over,
 )
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.liveness import AdaptiveSpin
 from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import BUFFER_BYTES, MemoryPool, patience_s, prepare
 from protocol.tensors import Buffer
@@ -60,11 +57,14 @@ _LOOK_AFTER = 16
 # A client that has taken nothing for so long is busy with something else; one that reads may be
 # kept from its core for a moment.
 _PAUSE_S = 0.002
+# How long all clients together may keep us waiting in vain, in a row and as a share of all time.
+_PATIENCE_S = 0.05
+_PATIENCE_SHARE = 0.05
 # How long slots alone are looked at while we spin, before the sockets are once more.
 _LOOK_US = 20
 
 
-class StreamListener(Listener):
+class StreamListener(WaitingListener):
     """A listening stream socket that hands out messages and takes replies.
 
     Of `shm://`, each client shares memory with it, and the socket carries what does not fit there.
@@ -86,7 +86,7 @@ class StreamListener(Listener):
         self._max_message_bytes = max_message_bytes
         # Told that a client has gone (`Incoming.client`), and once more where a reply was for it.
         self.on_gone: Callable[[bytes], None] = lambda _client: None
-        self._spin = AdaptiveSpin(spin_us)
+        super().__init__(spin_us)
         # One for all clients, so that their number does not multiply what it keeps.
         self._pool = MemoryPool()
         self._names = count(1)
@@ -98,13 +98,13 @@ class StreamListener(Listener):
         # and how many messages were handed out since.
         self._looked = False
         self._handed_out = 0
-        self._patience = Patience()
+        # What is left of the time for clients that do not read, and when that was reckoned. One for
+        # all of them, however many: a new connection brings no new patience with it.
+        self._patience_s, self._patience_at = _PATIENCE_S, 0.0
         # The clients that wait to send a large message, the first one first; when to look for
         # stalled ones (time.monotonic).
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
-        self._wakeup: socket.socket | None = None
-        self._file: SocketFile | None = None
         parsed = parse_endpoint(endpoint, for_bind=True)
         self._shares_memory = parsed.scheme in ("shm", "ivshmem")
         if self._shares_memory:
@@ -117,31 +117,13 @@ class StreamListener(Listener):
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`."""
-        if wakeup is not self._wakeup:
-            self._watch_wakeup(wakeup)
-        give_up = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
-        spins = self._spin.is_on and timeout_ms != 0
-        started_ns = time.perf_counter_ns() if spins else 0
-        arrived = spins and self._spin_for_any(None if timeout_ms is None else timeout_ms / 1000)
-        while not arrived:
-            left_s = None if give_up is None else max(0.0, give_up - time.monotonic())
-            woken = self._look(0 if self._turns else left_s)
-            arrived = not woken and bool(self._turns)
-            if woken or left_s == 0:
-                break
-        if spins:
-            self._spin.waited(started_ns)
-        return arrived
-
     def receive(self) -> Incoming | None:
         """See `Listener.receive`.
 
         One message of the client whose turn it is: many of one do not hold up another's.
         """
         if self._handed_out >= _LOOK_AFTER or not (self._turns or self._looked):
-            self._look(0)
+            self._has_come(0.0, spin_us=0)
         if not self._turns:
             self._looked = False
             return None
@@ -168,12 +150,9 @@ class StreamListener(Listener):
         try:
             if len(route) > 1 and client.reply_in_slot(route[1][0], frames):
                 return True
-        except OSError:
-            self._drop(client)
-            return False
-        if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > self._max_message_bytes:
-            return False
-        try:
+            limit = self._max_message_bytes
+            if len(writer.unsent) >= QUEUED_REPLIES or writer.unsent_bytes > limit:
+                return False
             if not writer.send(frames):
                 self._write_rest(client)
         except OSError:
@@ -187,9 +166,6 @@ class StreamListener(Listener):
         """See `Listener.close`."""
         self._acceptor.stop()
         self._socket.close()
-        if self._file is not None:
-            self._file.remove()
-        self._watch_wakeup(None)
         give_up = time.monotonic() + CLOSING_S
         for client in list(self._clients.values()):
             if client.writer.unsent:
@@ -218,7 +194,9 @@ class StreamListener(Listener):
         What it has not read by then goes out while we wait for messages.
         """
         began = time.monotonic()
-        limit_s = min(self._patience.left_s(began), patience_s(client.writer.unsent_bytes))
+        grown_s = self._patience_s + (began - self._patience_at) * _PATIENCE_SHARE
+        self._patience_s, self._patience_at = min(_PATIENCE_S, grown_s), began
+        limit_s = min(self._patience_s, patience_s(client.writer.unsent_bytes))
         alone = not any(other is not client for other in self._turns)
         if alone and limit_s > 0:
             self._watch_only(client, select.EPOLLOUT)
@@ -232,19 +210,7 @@ class StreamListener(Listener):
                 elif client.writer.flush():
                     self._watch(client)
                     return
-        self._patience.spend(time.monotonic() - began)
-
-    def _spin_for_any(self, left_s: float | None) -> bool:
-        """Look for messages without blocking; False where the time is over, or `wakeup` readable.
-
-        It is mostly the client of the previous message that sends the next one.
-        """
-
-        def arrived() -> bool:
-            shared = bool(self._sharing) and self._look_at_slots(_LOOK_US)
-            return shared or self._look(0) or bool(self._turns)
-
-        return self._spin.expects_soon and self._spin.until(arrived, left_s) and bool(self._turns)
+        self._patience_s -= time.monotonic() - began
 
     # ---------------------------------------------------------------------------- binding
 
@@ -255,8 +221,7 @@ class StreamListener(Listener):
         refuse_live_socket(endpoint)
         try:
             if isinstance(address, str):
-                listening = bind_at(address)
-                self._file = SocketFile(address)
+                listening: socket.socket = FileSocket(address)
             else:
                 vsock = socket.AF_VSOCK
                 listening = socket.create_server(address, family=vsock, backlog=BACKLOG)
@@ -271,25 +236,23 @@ class StreamListener(Listener):
 
     # ---------------------------------------------------------------------------- clients
 
-    def _look(self, timeout_s: float | None) -> bool:
-        """Take in what has arrived, waiting for it; True if `wakeup` is readable."""
-        slots_first = self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER
-        if slots_first and self._look_at_slots():
-            return False
+    def _has_come(self, patience_s: float, spin_us: int = _LOOK_US) -> bool:
+        """Take in what has arrived, waiting for it; slots alone for `spin_us` while we spin."""
+        timeout_s = 0.0 if self._turns else patience_s
+        if self._sharing and timeout_s == 0 and self._handed_out < _LOOK_AFTER:
+            # It is mostly the client of the previous message that sends the next one.
+            spins = self._spin.is_on and not self._turns
+            if self._look_at_slots(spin_us if spins else 0):
+                return True
         self._looked = True
         self._handed_out = 0
-        stopping = False
         if self._wanting_room:
             self._give_room()
         kept_out = bool(self._wanting_room) or not self._acceptor.accepting
-        if kept_out and (timeout_s is None or timeout_s > _LOOK_FOR_STALLED_S):
-            timeout_s = _LOOK_FOR_STALLED_S
         for file, events in (self._poll if self._sharing else self._epoll.poll)(timeout_s):
             client = self._by_file.get(file)
             if client is not None:
                 self._serve(client, events)
-            elif self._wakeup is not None and file == self._wakeup.fileno():
-                stopping = True
             elif file == self._acceptor.ready_fd:
                 for connection in self._acceptor.arrivals():
                     self._let_in(connection)
@@ -298,9 +261,9 @@ class StreamListener(Listener):
         # After those that have sent something by now were read.
         if kept_out and time.monotonic() >= self._look_for_stalled_at:
             self._drop_stalled()
-        return stopping
+        return bool(self._turns)
 
-    def _poll(self, timeout_s: float | None) -> list[tuple[int, int]]:
+    def _poll(self, timeout_s: float) -> list[tuple[int, int]]:
         """Wait for the sockets, and look at the slots before and after it."""
         sleeps = timeout_s != 0
         if sleeps:
@@ -474,13 +437,6 @@ class StreamListener(Listener):
         client.socket.close()
         self._acceptor.client_closed()
         self.on_gone(client.name)
-
-    def _watch_wakeup(self, wakeup: socket.socket | None) -> None:
-        if self._wakeup is not None and self._wakeup.fileno() >= 0:
-            self._epoll.unregister(self._wakeup)
-        if wakeup is not None:
-            self._epoll.register(wakeup, select.EPOLLIN)
-        self._wakeup = wakeup
 
 
 def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:

@@ -1,23 +1,19 @@
 """The service's end of ZeroMQ: a ROUTER socket, which also serves plain REQ sockets.
 
 A REQ socket's empty delimiter frame is kept with the connection's routing id, and put back in front
-of the reply. The id is ours, and no other connection's (`gpu_side.transport.zap`): a reply
-reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let in by
-the ZAP handler (`gpu_side.transport.zap`), and each message is taken only from a client that is on
-the list as it stands then. Without keys clients come through a doorway
-(`gpu_side.transport.zmq_doorway`).
+of the reply. The id is ours, and no other connection's (`gpu_side.transport.zmq_admission`): a
+reply reaches the connection that asked, or none. With keys (`protocol.curve`) a connection is let
+in by the ZAP handler there, and each message is taken only from a client that is on the list as it
+stands then. Without keys clients come through the doorway there.
 """
 
 from __future__ import annotations
 
 import os
-import select
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
-from math import ceil, inf
+from math import ceil
 
 import zmq
 
@@ -25,30 +21,28 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.event_log import log
 from gpu_side.transport.listener import (
-    WAKEUP_INTERVAL_MS,
     Incoming,
-    Listener,
+    WaitingListener,
     admits_no_client,
     cannot_bind,
     refuse_live_socket,
 )
-from gpu_side.transport.zap import (
+from gpu_side.transport.zmq_admission import (
     DOMAIN,
     ZAP_ENFORCE_DOMAIN,
+    Doorway,
     Names,
     ZapHandler,
     bind_within_process,
     sender_of,
 )
-from gpu_side.transport.zmq_doorway import Doorway
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError, SettingsError
-from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S, AdaptiveSpin
+from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.tensors import Buffer
-from protocol.zmq_sockets import (
+from protocol.zmq_channel import (
     DONTWAIT,
-    Tracker,
     is_readable,
     receive_frames,
     require_zmq,
@@ -68,11 +62,11 @@ class Unread:
     """Bytes in large replies that ZeroMQ still holds, because their client has not read them."""
 
     def __init__(self) -> None:
-        self._held: dict[bytes, deque[tuple[Tracker, int]]] = {}
+        self._held: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         # With so many clients `collect` looks which of them have gone.
         self._look_at = _LOOK_AT_CLIENTS
 
-    def add(self, client: bytes, frames: Sequence[tuple[Tracker, int]]) -> None:
+    def add(self, client: bytes, frames: Sequence[tuple[zmq.MessageTracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
         if client not in self._held and len(self._held) >= self._look_at:
             for name in list(self._held):
@@ -91,11 +85,11 @@ class Unread:
         return sum(size for _, size in held)
 
 
-class ZmqListener(Listener):
+class ZmqListener(WaitingListener):
     """The service's end: a ROUTER socket that hands out messages and takes replies.
 
     With `keys`, only to clients that hold one of the allowed ones. `heartbeat_timeout_s`: see
-    `protocol.zmq_sockets`. Raises EndpointError when the endpoint is malformed, in use or not ours
+    `protocol.zmq_channel`. Raises EndpointError when the endpoint is malformed, in use or not ours
     to bind; `gpu_side.service.open_listener` refuses keys that ZeroMQ would not keep to.
     """
 
@@ -111,7 +105,7 @@ class ZmqListener(Listener):
         parsed = parse_endpoint(endpoint, for_bind=True)
         require_zmq(parsed)
         refuse_live_socket(parsed)
-        self._spin = AdaptiveSpin(spin_us)
+        super().__init__(spin_us)
         # A message that `wait` has received and `receive` has not returned yet.
         self._waiting: Incoming | None = None
         self._patience_ms = -1
@@ -119,10 +113,10 @@ class ZmqListener(Listener):
         self._zap_handler: ZapHandler | None = None
         self._doorway: Doorway | None = None
         # The one of the two that there is.
-        self._admitting: tuple[ZapHandler | Doorway, ...] = ()
+        self._admitting: ZapHandler | Doorway
         self._max_message_bytes = max_message_bytes
         self._unread = Unread()
-        # Set by `allow`, on any thread; `_take` then cuts all connections.
+        # Set by `allow`, on any thread; `_has_come` then cuts all connections.
         self._to_cut = False
         self.endpoint = endpoint
         # As many I/O threads as the ZAP handler counts on.
@@ -138,12 +132,26 @@ class ZmqListener(Listener):
             self._socket.setsockopt(zmq.LINGER, 500)
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if keys is None:
-                self._doorway = Doorway(parsed, bind_within_process(self._socket), self._names)
-                self._admitting = (self._doorway,)
+                inner = bind_within_process(self._socket)
+                self._admitting = self._doorway = Doorway(parsed, inner, self._names)
                 self.endpoint = self._doorway.endpoint
             else:
                 # Before the socket is bound: the first client finds the handler.
-                self._admit_by(keys)
+                self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+                self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+                try:
+                    # Without it a client that comes while no handler is there is let in.
+                    self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
+                except zmq.ZMQError:
+                    raise SettingsError(
+                        "keys",
+                        got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+                        expected="one that has it (4.3 or later): without it strangers may get in",
+                    ) from None
+                self._admitting = self._zap_handler = ZapHandler(
+                    self._context, self._socket, keys.allowed, self._names
+                )
                 self._socket.bind(endpoint)
                 self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except (OSError, zmq.ZMQError) as error:
@@ -152,23 +160,6 @@ class ZmqListener(Listener):
         except BaseException:
             self.close()
             raise
-
-    def _admit_by(self, keys: ServiceKeys) -> None:
-        """Let in the clients with allowed keys alone. Raises SettingsError, zmq.ZMQError."""
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        try:
-            # Without it a client that comes while no handler is there is let in.
-            self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
-        except zmq.ZMQError:
-            raise SettingsError(
-                "keys",
-                got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
-                expected="one that has it (4.3 or later): without it strangers may get in",
-            ) from None
-        self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
-        self._admitting = (self._zap_handler,)
 
     def allow(self, allowed: frozenset[bytes]) -> None:
         """See `Listener.allow`.
@@ -188,44 +179,21 @@ class ZmqListener(Listener):
     @property
     def clients_refused(self) -> int:
         """See `Listener.clients_refused`."""
-        return sum(one.refused for one in self._admitting)
+        return self._admitting.refused
 
-    def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
-
-        To sleep in the call that receives, and not in a poll of both sockets before it, is what a
-        fifth of a small round trip went into.
-        """
-        if self._waiting is not None:
-            return True
-        # Only looking is no wait, and says nothing of how soon messages come.
-        if timeout_ms == 0:
-            return self._take()
-        ask = partial(self._wait, wakeup)
-        return self._spin.wait(ask, inf if timeout_ms is None else timeout_ms / 1000)
-
-    def _wait(self, wakeup: socket.socket | None, left_s: float) -> bool:
-        give_up = time.monotonic() + left_s
-        while True:
-            left_ms = 1000 * max(0.0, give_up - time.monotonic())
-            if self._take(ceil(min(left_ms, WAKEUP_INTERVAL_MS))):
-                return True
-            if time.monotonic() >= give_up:
-                return False
-            if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
-                return False
-
-    def _take(self, patience_ms: int = 0) -> bool:
+    def _has_come(self, patience_s: float) -> bool:
         """Receive a message, and keep it for `receive`; False if none comes.
 
         Raises EndpointError where connections were cut and the address cannot be bound again, or
         the thread that lets clients in has failed.
         """
-        for one in self._admitting:
-            if one.failed:
-                raise admits_no_client(self.endpoint)
+        if self._waiting is not None:
+            return True
+        if self._admitting.failed:
+            raise admits_no_client(self.endpoint)
         if self._to_cut:
             self._cut_connections()
+        patience_ms = ceil(1000 * patience_s)
         if patience_ms == 0:
             if not is_readable(self._socket):
                 return False
@@ -287,7 +255,7 @@ class ZmqListener(Listener):
     def receive(self) -> Incoming | None:
         """See `Listener.receive`."""
         if self._waiting is None:
-            self._take()
+            self._has_come(0.0)
         incoming, self._waiting = self._waiting, None
         return incoming
 
@@ -300,7 +268,7 @@ class ZmqListener(Listener):
         client = route[0]
         if self._unread.bytes_of(client) > self._max_message_bytes:
             return False
-        large: list[tuple[Tracker, int]] = []
+        large: list[tuple[zmq.MessageTracker, int]] = []
         try:
             send_frames(self._socket, [*route, *frames], large)
         except zmq.ZMQError as error:

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from gpu_side.access import ServiceKeys
 from gpu_side.handler import RequestHandler
-from gpu_side.transport.zap import ZapHandler
+from gpu_side.transport.zmq_admission import ZapHandler
 from protocol.curve import ClientKeys, public_key, read_secret_key
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, TsqpError

@@ -109,7 +109,7 @@ SOON_S = 0.1
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process give up early on handshakes, and on streams without signs of life."""
-    monkeypatch.setattr("protocol.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 200)
+    monkeypatch.setattr("protocol.zmq_channel.HANDSHAKE_TIMEOUT_MS", 200)
     monkeypatch.setattr("protocol.liveness.PROBE_AFTER_S", SOON_S / 4)
     monkeypatch.setattr("protocol.liveness._ANSWER_WITHIN_S", SOON_S)
 

@@ -321,19 +321,19 @@ def test_what_is_kept_is_bounded_and_what_was_not_used_for_longest_goes_first(
     pool = MemoryPool()
     small = [pool.take(1000) for _ in range(stream_wire.KEPT_BLOCKS + 3)]
     del small
-    assert pool.kept_bytes == stream_wire.KEPT_BLOCKS * 65_536
+    assert pool.trim() == stream_wire.KEPT_BLOCKS * 65_536
     monkeypatch.setattr(stream_wire, "KEPT_BYTES", 4 * MEBIBYTE)
     pool = MemoryPool()
     old, large = pool.take(MEBIBYTE), pool.take(4 * MEBIBYTE)
     del old
-    assert pool.kept_bytes == MEBIBYTE
+    assert pool.trim() == MEBIBYTE
     del large
-    assert pool.kept_bytes == 4 * MEBIBYTE
+    assert pool.trim() == 4 * MEBIBYTE
     # A large block is not taken for little.
     little = pool.take(MEBIBYTE // 2)
-    assert pool.kept_bytes == 4 * MEBIBYTE
+    assert pool.trim() == 4 * MEBIBYTE
     fitting = pool.take(4 * MEBIBYTE - 5)
-    assert pool.kept_bytes == 0
+    assert pool.trim() == 0
     del little, fitting
 
 

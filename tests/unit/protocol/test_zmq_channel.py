@@ -20,8 +20,7 @@ from protocol.encoding import MAX_REPLY_FRAMES
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest
 from protocol.tensors import from_torch
-from protocol.zmq_channel import ZmqChannel
-from protocol.zmq_sockets import QUEUED_MESSAGES
+from protocol.zmq_channel import QUEUED_MESSAGES, ZmqChannel
 from tests.kit.rows import each_row
 from tests.kit.wire import connected, take, tensor_reply
 

@@ -18,8 +18,8 @@ import torch
 
 from gpu_side.encoding import open_request
 from gpu_side.transport import stream_client, stream_listener
-from gpu_side.transport.acceptor import Acceptor
 from gpu_side.transport.listener import refuse_live_socket
+from gpu_side.transport.stream_client import Acceptor
 from gpu_side.transport.stream_listener import QUEUED_REPLIES, StreamListener
 from protocol.endpoint import parse_endpoint
 from protocol.errors import EndpointError
@@ -156,20 +156,20 @@ def test_a_client_that_reads_a_little_at_a_time_does_not_hold_the_service(
 def test_patience_is_short_and_one_for_all_connections(
     listener: StreamListener, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_client, "_PATIENCE_SHARE", 0.0)
-    monkeypatch.setattr(stream_client, "_PATIENCE_S", 1000.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_SHARE", 0.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_S", 1000.0)
     monkeypatch.setattr(stream_listener, "patience_s", lambda size: 1000.0)
-    listener._patience = stream_client.Patience()
+    listener._patience_s = 1000.0
     with raw_socket(endpoint) as lazy:
         # It would take a quarter of an hour if it waited for as long as it may.
         assert listener.send(request_of(listener, lazy), HUGE)
-        assert 0 < listener._patience._left_s < 1000.0
+        assert 0 < listener._patience_s < 1000.0
     monkeypatch.setattr(stream_listener, "_PAUSE_S", 1.0)
-    monkeypatch.setattr(listener._patience, "_left_s", 0.01)
+    monkeypatch.setattr(listener, "_patience_s", 0.01)
     for _ in range(2):
         with raw_socket(endpoint) as lazy:
             assert listener.send(request_of(listener, lazy), HUGE)
-    assert listener._patience.left_s(0.0) <= 0
+    assert listener._patience_s <= 0
     with raw_socket(endpoint) as again:
         route = request_of(listener, again)
         never = Mock(side_effect=AssertionError("a client is waited for"))
@@ -184,8 +184,8 @@ def test_no_client_is_waited_for_while_another_wants_something(
     """Otherwise this would not end in the time that a test has."""
     monkeypatch.setattr(stream_listener, "patience_s", lambda _: 3600.0)
     monkeypatch.setattr(stream_listener, "_PAUSE_S", 3600.0)
-    monkeypatch.setattr(stream_client, "_PATIENCE_S", 3600.0)
-    monkeypatch.setattr(listener._patience, "_left_s", 3600.0)
+    monkeypatch.setattr(stream_listener, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(listener, "_patience_s", 3600.0)
     with raw_socket(endpoint) as lazy, raw_socket(endpoint) as other:
         route = request_of(listener, lazy)
         request_of(listener, other)
@@ -271,7 +271,7 @@ def test_a_client_for_which_there_is_no_memory_is_turned_away(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.0)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.0)
     # It has left: there is room for another one.
     monkeypatch.setattr(listener._acceptor, "_max_clients", 1)
     with raw_socket(endpoint) as unlucky, monkeypatch.context() as patched:
@@ -425,16 +425,16 @@ def test_who_goes_on_with_its_message_has_not_stalled(
     with raw_socket(endpoint) as raw:
         raw.sendall(_announced(ALMOST, 200_000))
         while not small._clients:
-            small._look(1)
+            small._has_come(1)
         (client,) = small._clients.values()
         while client.reader.unfinished_bytes < 200_064:
-            small._look(1)
+            small._has_come(1)
 
         def send(count: int) -> None:
             raw.sendall(bytes(count))
             expected = client.reader.unfinished_bytes + count
             while client.reader.unfinished_bytes < expected:
-                small._look(1)
+                small._has_come(1)
 
         assert [client.has_stalled(at) for at in (1000.0, 1001.9, 1002.0)] == [False, False, True]
         now = 1001.0
@@ -539,7 +539,7 @@ def test_who_says_nothing_makes_room_for_who_does(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor.SILENT_S", 0.0)
+    monkeypatch.setattr("gpu_side.transport.stream_client.SILENT_S", 0.0)
     # Not where there is room.
     with raw_socket(endpoint) as probing, ExitStack() as stack:
         assert _is_answered(probing)
@@ -564,7 +564,7 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
     """Without its thread, and with a clock of ours."""
     acceptor.stop()
     now = 1000.0
-    monkeypatch.setattr("gpu_side.transport.acceptor.time.monotonic", lambda: now)
+    monkeypatch.setattr("gpu_side.transport.listener.time.monotonic", lambda: now)
     with raw_socket(endpoint), raw_socket(endpoint):
         acceptor._accept()
         now = 1001.5
@@ -587,7 +587,7 @@ def test_what_cannot_be_watched_is_turned_away(
 ) -> None:
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     epoll = Mock(wraps=acceptor._epoll, register=full)
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     with monkeypatch.context() as patched:
         patched.setattr(acceptor, "_epoll", epoll)
         with raw_socket(endpoint) as unlucky:
@@ -602,7 +602,7 @@ def test_without_file_descriptors_clients_wait(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     monkeypatch.setattr(acceptor, "_listening", without_descriptors(acceptor._listening, 3))
     with raw_socket(endpoint) as raw:
         assert _is_answered(raw)

@@ -21,9 +21,8 @@ from zmq.utils import z85
 
 from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
-from gpu_side.transport import zmq_listener
-from gpu_side.transport.zap import DOMAIN, Names, ZapHandler, as_property, bind_within_process
-from gpu_side.transport.zmq_doorway import Doorway, Handshake
+from gpu_side.transport import zmq_admission, zmq_listener
+from gpu_side.transport.zmq_admission import Doorway, Names, ZapHandler
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.curve import ClientKeys
 from protocol.errors import EndpointError, ProtocolError, SettingsError
@@ -125,7 +124,7 @@ def test_where_the_zap_handler_has_died_nobody_gets_in_and_the_listener_says_so(
 ) -> None:
     with _channel(service.endpoint) as inside:
         inside.call(REQUEST)
-        monkeypatch.setattr("protocol.zmq_sockets.HANDSHAKE_TIMEOUT_MS", 200)
+        monkeypatch.setattr("protocol.zmq_channel.HANDSHAKE_TIMEOUT_MS", 200)
         with monkeypatch.context() as patch:
             patch.setattr(ZapHandler, "_answer", lambda *_: 1 // 0)
             with _channel(service.endpoint) as channel, pytest.raises(EndpointError):
@@ -217,7 +216,7 @@ def _asked(**changed: Any) -> list[bytes]:
     fields = {
         "version": b"1.0",
         "request_id": b"7",
-        "domain": DOMAIN,
+        "domain": zmq_admission.DOMAIN,
         "address": b"127.0.0.1",
         "identity": b"",
         "mechanism": b"CURVE",
@@ -357,14 +356,14 @@ def _command(body: bytes) -> bytes:
 
 
 def test_what_a_client_says_is_passed_on_with_our_name() -> None:
-    named = b"\x05READY" + KIND + _property(b"X-App", b"1") + as_property(OURS)
+    named = b"\x05READY" + KIND + _property(b"X-App", b"1") + zmq_admission.as_property(OURS)
     expected = GREETING + b"\x06" + len(named).to_bytes(8) + named + b"\0\x01mmore"
     for own in (b"", _property(b"Identity", b"me"), _property(b"IDENTITY", b"")):
         ready = b"\x05READY" + KIND + own + _property(b"X-App", b"1")
         for frame in (_command(ready), b"\x06" + len(ready).to_bytes(8) + ready):
             said = GREETING + frame + b"\0\x01mmore"
             for step in (1, 7, 64, len(said)):
-                handshake, passed = Handshake(OURS), b""
+                handshake, passed = zmq_admission.Handshake(OURS), b""
                 for at in range(0, len(said), step):
                     piece = said[at : at + step]
                     passed += piece if handshake.done else handshake.take(memoryview(piece))
@@ -387,13 +386,14 @@ def test_what_would_name_a_client_otherwise_is_refused() -> None:
         GREETING + _command(b"\x05ERROR" + evil),
         GREETING + _command(b"\x05READ" + evil),
         # A property that would swallow the one that we add.
-        GREETING + _command(ready + evil + _property(b"X", b"", len(as_property(OURS)))),
+        GREETING
+        + _command(ready + evil + _property(b"X", b"", len(zmq_admission.as_property(OURS)))),
         GREETING + _command(ready + evil + b"\x20X"),
         GREETING + _command(ready + evil + b"\x01X\0\0"),
         GREETING + b"\x06" + (2**40).to_bytes(8),
     ):
         with pytest.raises(ProtocolError, match="ZeroMQ's handshake: got"):
-            Handshake(OURS).take(memoryview(said))
+            zmq_admission.Handshake(OURS).take(memoryview(said))
 
 
 @pytest.mark.parametrize("listener", ["tcp"], indirect=True)
@@ -447,7 +447,7 @@ def test_without_file_descriptors_clients_wait_at_the_doorway(
 ) -> None:
     doorway = listener._doorway
     assert doorway is not None
-    monkeypatch.setattr("gpu_side.transport.acceptor._ACCEPT_AGAIN_S", 0.01)
+    monkeypatch.setattr("gpu_side.transport.listener._ACCEPT_AGAIN_S", 0.01)
     monkeypatch.setattr(doorway, "_listening", without_descriptors(doorway._listening, 3))
     connect().send(b"x")
     take(listener)
@@ -471,7 +471,7 @@ with context, context.socket(zmq.DEALER) as client:
 def test_no_other_process_comes_in_past_the_doorway() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as inner, context.socket(zmq.DEALER) as ours:
-        endpoint = bind_within_process(inner)
+        endpoint = zmq_admission.bind_within_process(inner)
         command = [sys.executable, "-c", OTHER_PROCESS, endpoint]
         told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert told.stdout.strip() in ("DISCONNECTED", "HANDSHAKE_FAILED_NO_DETAIL")
