@@ -27,10 +27,11 @@ from tsqp.run.trust import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from click._termui_impl import ProgressBar
 
     from tee_side.protect.pads.bank import BankFile, PadBankStatus
-    from tee_side.protect.pads.source import PadMaker
 
 
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
@@ -77,7 +78,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol.model.config import read_config
     from tee_side.protect.pads.bank import BankFile, read_bank_status
     from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
-    from tee_side.protect.pads.source import PadMaker, read_weights
+    from tee_side.protect.pads.source import fill_pads, read_weights
     from tee_side.protect.sites import tensors_of
 
     place = bank_place(settings)
@@ -114,7 +115,8 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
             str(capacity),
             f"{store.capacity}, as {place.bank} has",
         )
-        _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
+        weights = read_weights(checkpoint, config, mask.arithmetic)
+        _fill(store, partial(fill_pads, mask, weights, store), tokens)
         _show(read_bank_status(place), as_json=False)
 
 
@@ -130,7 +132,7 @@ def status(*, settings: RunSettings, as_json: bool) -> None:
         _show(read_bank_status(place), as_json=as_json)
 
 
-def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
+def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
     wanted = min(tokens, store.room)
     if wanted < tokens:
         click.echo(
@@ -145,7 +147,7 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
     started = time.perf_counter()
     with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
         for count in batches:
-            maker.fill(store, count, on_site=partial(_advance, bar, count))
+            make(count, on_site=partial(_advance, bar, count))
     elapsed = time.perf_counter() - started
     rate = product_operations(store.layout) * wanted / elapsed / 1e9
     click.echo(

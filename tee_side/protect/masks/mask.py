@@ -19,21 +19,22 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.prepared import Payload
 from tee_side.protect.randomness import Randomness
-from tee_side.words import PRODUCTS, Operator, is_projection
+from tee_side.words import PRODUCTS, Operator, Site, is_projection
 
 if TYPE_CHECKING:
     from tee_side import plugins
@@ -313,6 +314,45 @@ class SegmentMask(Mask):
 
 # Those whose server holds weights that `tsqp provision` has transformed.
 ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
+
+
+class TransformKey(Protocol):
+    """The key of a feature or segment mask, as far as a run needs it.
+
+    It undoes the weights of a provisioned server; secret but for the two properties. The code that
+    makes and reads such keys is an installed package's: it registers its key class as the entry
+    point `feature` of the group `tsqp.keys`.
+    """
+
+    @property
+    def provision_id(self) -> str:
+        """The name that the server repeats, SHA-256 in hex."""
+
+    @property
+    def server_linear_digest(self) -> str:
+        """The digest of the weights that the server got, SHA-256 in hex."""
+
+    @classmethod
+    def load(cls, path: Path) -> TransformKey:
+        """Read a key. Raises FeatureKeyError."""
+
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
+        """Check that the key is one of this model and mask. Raises FeatureKeyError."""
+
+    def transforms(
+        self,
+        mask: FeatureMask,
+        config: ModelConfig,
+        gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> dict[Site, KeyedTransform]:
+        """Make every site's transform.
+
+        `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`.
+        Raises FeatureKeyError for another mask, MaskError for a gain that the mask cannot fold.
+        """
+
+    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
+        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
 
 
 class AdditiveMask(Mask):

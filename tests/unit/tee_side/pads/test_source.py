@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +19,7 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, PadMaker, Pads, WhenOut
+from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -126,7 +126,7 @@ def _pads(
     store, made = MemoryStore(LAYOUT, capacity), Maker()
     if ready:
         fill(store, ready)
-    return Pads(Pad(), store, cast("PadMaker", made), when_out, **more), store, made
+    return Pads(Pad(), store, lambda n: made.fill(store, n), when_out, **more), store, made
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors]:
@@ -297,9 +297,9 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
-    maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", check))
-    maker.fill(store, count, lambda *done: told.append(done))
-    maker.fill(store, 1)
+    weights = source.read_weights(checkpoint, config, "int8", check)
+    fill_pads(Pad(), weights, store, count, lambda *done: told.append(done))
+    fill_pads(Pad(), weights, store, 1)
     assert checked == [site.site for site in store.layout.sites]
     assert told == [(done, 13) for done in range(1, 14)]
     assert store.available == count + 1
@@ -323,10 +323,10 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
             raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
 
     def refused(error: type[Exception], match: str, tokens: int, *more: Any) -> None:
-        maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", *more))
+        weights = source.read_weights(checkpoint, config, "int8", *more)
         for _ in range(2):  # however often they are asked for
             with pytest.raises(error, match=match):
-                maker.fill(store, tokens)
+                fill_pads(Pad(), weights, store, tokens)
         assert (store.available, store.room) == (0, 4)
 
     refused(ValueError, "got 5 to fill", 5)
@@ -335,8 +335,8 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
-        assert pads._maker is not None
-        pads._maker.fill(pads.store, 1)
+        assert pads._fill is not None
+        pads._fill(1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
