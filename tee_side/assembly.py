@@ -55,8 +55,8 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
     DynamicSite,
     FloatSite,
-    IntegerSite,
     IntegerSites,
+    LinearSite,
     PadLayout,
     largest_input,
     load_biases,
@@ -281,7 +281,7 @@ class Assembly:
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
-            of_site: FloatSite | IntegerSite | DynamicSite
+            of_site: LinearSite
             if integers is not None:
                 of_site = integers[site]
             else:

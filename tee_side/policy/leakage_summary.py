@@ -21,16 +21,6 @@ SEEN: dict[Operator, str] = {
     "segment": "hidden states, keys and values",
 }
 
-# By whether all results are verified, and how: a lie within the tolerance of floats is accepted.
-_BELIEVED = "results are not verified, so this holds against a service that computes honestly"
-_VERIFIED = "results are verified{}, and a service that lies{} is asked no more"
-
-# What shares depend on, by whether all links are encrypted.
-_APART = {
-    True: "as long as the two services do not collude and their links are encrypted",
-    False: "and an observer of both links, which are NOT encrypted, reads prompt and answer",
-}
-
 # What more is known of services, by the evidence that they have to give.
 _BY_EVIDENCE = "; by {} evidence each service proves, before anything is sent, what sees it"
 _ATTESTED = {"none": "", "simulated": "; services give simulated evidence, which proves nothing"}
@@ -66,14 +56,17 @@ def _seen(
 ) -> str:
     clear = [operator for operator, mask in leaving if mask is None]
     masked = [(operator, mask) for operator, mask in leaving if mask is not None]
-    within = (
-        (" within a tolerance", " by more")
-        if any(mask.arithmetic != "int8" for _, mask in masked)
-        else ("", "")
-    )
-    promised = _VERIFIED.format(*within) if verified else _BELIEVED
-    shared = any(mask.services > 1 for _, mask in masked)
-    apart = f", {_APART[links_encrypted]}" if shared else ""
+    promised = "results are not verified, so this holds against a service that computes honestly"
+    if verified:
+        # A lie within the tolerance of floats is accepted.
+        floats = any(mask.arithmetic != "int8" for _, mask in masked)
+        within, more = (" within a tolerance", " by more") if floats else ("", "")
+        promised = f"results are verified{within}, and a service that lies{more} is asked no more"
+    shared, apart = any(mask.services > 1 for _, mask in masked), ""
+    if shared and links_encrypted:
+        apart = ", as long as the two services do not collude and their links are encrypted"
+    elif shared:
+        apart = ", and an observer of both links, which are NOT encrypted, reads prompt and answer"
     if not clear and all(mask.uniform for _, mask in masked):
         each = "each GPU service" if shared else "the GPU"
         seen = f"{each} sees uniform random numbers, lengths and timing{apart}"

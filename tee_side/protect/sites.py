@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
@@ -37,16 +37,6 @@ WORD_BYTES = 4
 # What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
 # than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
 _MARGIN = 0.995
-
-
-class LinearSite(Protocol):
-    """Turns an input into what is multiplied, and the product into the output."""
-
-    def encode(self, x_TI: torch.Tensor, /) -> torch.Tensor:
-        """Return what the weight is multiplied by."""
-
-    def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> torch.Tensor:
-        """Return the output for an input, in the model's dtype and with its bias."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -164,6 +154,11 @@ class DynamicSite:
     def refuse(self, _norm: float) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
         raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
+
+
+# Each turns an input [T, I] into what the weight is multiplied by (`encode`), and the product and
+# that input into the output, in the model's dtype and with its bias (`decode`).
+LinearSite: TypeAlias = FloatSite | IntegerSite | DynamicSite
 
 
 def largest_input(in_features: int) -> int:

@@ -53,7 +53,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank_files import (
+    KEY_LINE,
     MAX_RECORDS,
+    NEW_FILE,
     NONCE_BYTES,
     STATE_BYTES,
     BankHeader,
@@ -62,10 +64,8 @@ from tee_side.protect.pads.bank_files import (
     Purpose,
     State,
     encode_header,
-    encode_key,
     lock,
     open_file,
-    open_new,
     read_file,
     read_header,
     read_key,
@@ -191,7 +191,7 @@ class BankFile(PadStore):
         head, keys = encode_header(header, key)
         size = len(head) + capacity // group * slot_bytes(header.layout, group)
         contents = {
-            place.key: encode_key(key),
+            place.key: f"{KEY_LINE}{key.hex()}\n".encode(),
             place.bank: head,
             place.index: State(0, 0, 0).encode(keys),
         }
@@ -202,7 +202,7 @@ class BankFile(PadStore):
                 with refusing(file):
                     if file is place.key:
                         require_space(place.bank, size)
-                    descriptor = open_new(file)
+                    descriptor = os.open(file, os.O_EXCL | NEW_FILE, 0o600)
                     made.callback(file.unlink)
                     write_out(descriptor, content, size if file is place.bank else len(content))
                     sync_directory(file)
@@ -251,7 +251,9 @@ class BankFile(PadStore):
             bound, offset = self._place(first, site)
             nonce = secrets.token_bytes(NONCE_BYTES)
             sealed[:NONCE_BYTES] = nonce
-            self._sealer.encrypt_into(nonce, _bytes_of(u_GO), bound, sealed[NONCE_BYTES:])
+            self._sealer.encrypt_into(
+                nonce, u_GO.numpy().data.cast("B"), bound, sealed[NONCE_BYTES:]
+            )
             left = sealed
             with refusing(self._path, (indices.stop - first) // self.group * len(sealed)):
                 while left:
@@ -334,9 +336,8 @@ class BankFile(PadStore):
                 raise PadBankError(
                     f"{self._path}: pad {first}, {site}", f"{read} bytes", f"{len(sealed)}"
                 )
-            self._opener.decrypt_into(
-                sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, _bytes_of(u_GO)
-            )
+            plain = u_GO.numpy().data.cast("B")
+            self._opener.decrypt_into(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, plain)
         except OSError as error:
             raise refusal(self._path, error, len(sealed)) from error
         except InvalidTag:
@@ -358,10 +359,6 @@ class BankFile(PadStore):
         offset = self._offsets[site.number] + slot * self._slot_bytes
         bound = self._opened.keys.header_hash + (index << 32 | site.number).to_bytes(12, "big")
         return bound, offset
-
-
-def _bytes_of(u_GO: Tensor) -> memoryview:
-    return u_GO.numpy().data.cast("B")
 
 
 def read_bank_status(place: BankPlace) -> PadBankStatus:

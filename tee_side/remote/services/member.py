@@ -38,10 +38,6 @@ _PAUSE_S = 0.05
 # How long one attempt to connect a stream may take.
 _CONNECT_S = 0.02
 
-_SAME_MODEL = "start service and runner with the same model"
-_PROVISIONED = "start gpu-service with the directory that tsqp provision wrote with this key"
-_DIGESTS = ("provision_id", "model_digest", "linear_digest")
-
 
 class ServiceCheck:
     """What a service must say that it holds; made once, for every service and every connection.
@@ -64,7 +60,11 @@ class ServiceCheck:
     ) -> None:
         self._layers = config.num_hidden_layers
         self._arithmetic, self._whole_layers = arithmetic, whole_layers
-        self._hint = _SAME_MODEL if key is None else _PROVISIONED
+        self._hint = (
+            "start service and runner with the same model"
+            if key is None
+            else "start gpu-service with the directory that tsqp provision wrote with this key"
+        )
         # The sizes come first, because they tell a person more than a digest that covers them.
         self._expected: dict[str, object] = {
             "num_layers": config.num_hidden_layers,
@@ -97,7 +97,7 @@ class ServiceCheck:
             where = f"model at {endpoint}: {field}"
             ModelMismatchError.unless(holds, where, str(got), str(expected))
 
-        said = {**reply.config.model_dump(), **{name: getattr(reply, name) for name in _DIGESTS}}
+        said = reply.config.model_dump() | vars(reply)
         for name, ours in self._expected.items():
             expected = f"{str(ours)[:16]} ({self._hint})"
             require(said[name] == ours, name, str(said[name])[:16], expected)

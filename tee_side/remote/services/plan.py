@@ -20,7 +20,7 @@ from protocol.messages import MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
-from tee_side.words import LAYER_RANGE, PRODUCTS, LayerRange, Operator, is_projection
+from tee_side.words import LAYER_RANGE, LayerRange, Operator, is_projection
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
@@ -36,7 +36,6 @@ _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
 _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
-_RING_ITEMSIZE = 4
 _NO_PATH = ("tcp", "vsock", "http", "https")
 
 
@@ -276,13 +275,18 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
     `step_tokens`: rows of a step; `dtype`: of the TEE. Attention products are [K, G * T, S] with as
     many keys as the model has positions.
     """
-    sizes = [init_reply_bytes(config)]
+    sizes, heads = [init_reply_bytes(config)], config.num_attention_heads
+    products: dict[Operator, int] = {
+        "attn_scores": heads * config.max_position_embeddings,
+        "attn_values": heads * config.head_dim,
+    }
     for operator, placement in policy.leaving():
-        elements = MaskRules(placement.mask).most_rows(step_tokens) * _row_elements(
-            operator, config
-        )
-        integers = policy.arithmetic == "int8" and is_projection(operator)
-        sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
+        # How many numbers come back for each row that was sent, and of how many bytes.
+        numbers, itemsize = products.get(operator, config.hidden_size), dtype.itemsize
+        if is_projection(operator):
+            numbers = config.row_layout(operator)[1][0]
+            itemsize = torch.int32.itemsize if policy.arithmetic == "int8" else itemsize
+        sizes.append(MaskRules(placement.mask).most_rows(step_tokens) * numbers * itemsize)
     attested = policy.service.attested != "none"
     return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
 
@@ -291,14 +295,3 @@ def init_reply_bytes(config: ModelConfig) -> int:
     """Return a bound in bytes for an Init reply, without its header's fixed part."""
     norms = 2 * config.num_hidden_layers + 1
     return norms * (4 * config.hidden_size + _NORM_BYTES) + 4 * config.head_dim
-
-
-def _row_elements(operator: Operator, config: ModelConfig) -> int:
-    """Return how many numbers come back for each row that was sent."""
-    if is_projection(operator):
-        return config.row_layout(operator)[1][0]
-    if operator == "attn_scores":
-        return config.num_attention_heads * config.max_position_embeddings
-    if operator in PRODUCTS:
-        return config.num_attention_heads * config.head_dim
-    return config.hidden_size
