@@ -94,21 +94,6 @@ _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
 
 
 @dataclass(frozen=True)
-class PadBankStatus:
-    """What a person wants to know about a bank. `next_index`: the first that was not handed out.
-
-    `allocated_bytes`: what the bank takes now.
-    """
-
-    path: Path
-    header: BankHeader
-    available: int
-    next_index: int
-    token_bytes: int
-    allocated_bytes: int
-
-
-@dataclass(frozen=True)
 class _Opened:
     """The files of a bank, read and checked, but for the records, which start at `start`."""
 
@@ -141,7 +126,6 @@ class BankFile(PadStore):
         self._opened = opened
         self._path = opened.place.bank
         self._files = files
-        self._descriptor = opened.descriptor
         # The highest bound that may be on disk, even if writing it seemed to fail, and the nonces
         # that may have been drawn; changes under the lock.
         self._state = state
@@ -257,15 +241,15 @@ class BankFile(PadStore):
             left = sealed
             with refusing(self._path, (indices.stop - first) // self.group * len(sealed)):
                 while left:
-                    written = os.pwrite(self._descriptor, left, offset)
+                    written = os.pwrite(self._opened.descriptor, left, offset)
                     left, offset = left[written:], offset + written
         if u_NO.nbytes >= _SYNCED_BYTES:
             with refusing(self._path):
-                os.fdatasync(self._descriptor)
+                os.fdatasync(self._opened.descriptor)
 
     def _sync(self) -> None:
         with refusing(self._path):
-            os.fsync(self._descriptor)
+            os.fsync(self._opened.descriptor)
 
     def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
         group = self.group
@@ -331,7 +315,7 @@ class BankFile(PadStore):
         reading = self._reading.pop()
         sealed = memoryview(reading)[: record_bytes(site, self.group)]
         try:
-            read = os.preadv(self._descriptor, [sealed], offset)
+            read = os.preadv(self._opened.descriptor, [sealed], offset)
             if read != len(sealed):
                 raise PadBankError(
                     f"{self._path}: pad {first}, {site}", f"{read} bytes", f"{len(sealed)}"
@@ -361,23 +345,15 @@ class BankFile(PadStore):
         return bound, offset
 
 
-def read_bank_status(place: BankPlace) -> PadBankStatus:
-    """Describe a bank that another process may be using; nothing is locked or changed.
+def read_bank_status(place: BankPlace) -> tuple[BankHeader, State]:
+    """Return what a bank says, which another process may be using; nothing is locked or changed.
 
     What that process has reserved counts as used. Raises PadBankError as `BankFile.open`, but for
     where the files lie and what they are for.
     """
     with ExitStack() as files:
         opened = _load(place, files, locked=False)
-        file = os.fstat(opened.descriptor)
-    return PadBankStatus(
-        path=place.bank,
-        header=opened.header,
-        available=opened.state.filled - opened.state.reserved,
-        next_index=opened.state.reserved,
-        token_bytes=slot_bytes(opened.header.layout, opened.header.group) // opened.header.group,
-        allocated_bytes=file.st_blocks * 512,
-    )
+        return opened.header, opened.state
 
 
 def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:

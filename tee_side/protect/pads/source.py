@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -152,7 +152,8 @@ class BackgroundMaker:
         # None while no thread is to run.
         self._load: Load | None = None
         self._makes = self._held_off = self._failed = False
-        self._mistake: BaseException | None = None
+        # Of the thread: what it met by a mistake of this program, too.
+        self._ended: Future[None] = Future()
 
     def notify(self) -> None:
         """Say that `wanted` may have changed."""
@@ -185,45 +186,37 @@ class BackgroundMaker:
         then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
         raised where the load is told, or when the block is left.
         """
-        self._load, self._failed, self._mistake = "idle", False, None
-        thread = threading.Thread(target=self._run, name="pads", daemon=True)
-        thread.start()
-        try:
-            yield self._set_load
-        finally:
-            with self._changed:
-                self._load = None
-                self._changed.notify_all()
-            thread.join()
-        self._raise_mistake()
+        self._load, self._failed = "idle", False
+        with ThreadPoolExecutor(1, "pads") as thread:
+            self._ended = thread.submit(self._run)
+            try:
+                yield self._set_load
+            finally:
+                with self._changed:
+                    self._load = None
+                    self._changed.notify_all()
+        self._ended.result()
 
     def _set_load(self, load: Load) -> None:
-        self._raise_mistake()
+        if self._ended.done():
+            self._ended.result()
         if self._load not in (None, load):
             with self._changed:
                 self._load, self._failed = load, False
                 self._changed.notify_all()
 
-    def _raise_mistake(self) -> None:
-        if self._mistake is not None:
-            raise self._mistake
-
     def _run(self) -> None:
         os.nice(_NICENESS)  # on Linux, of this thread
-        try:
-            while self._make is not None and (tokens := self._next_batch()):
-                failure: TsqpError | None = None
-                try:
-                    self._make(tokens)
-                except TsqpError as error:
-                    failure = error
+        while self._make is not None and (tokens := self._next_batch()):
+            failure: TsqpError | None = None
+            try:
+                self._make(tokens)
+            except TsqpError as error:
+                failure = error
+            finally:
                 with self._changed:
                     self._makes, self._failed, self.failure = False, failure is not None, failure
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that tells the load
-            with self._changed:
-                self._makes, self._mistake = False, error
-                self._changed.notify_all()
 
     def _next_batch(self) -> int:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""

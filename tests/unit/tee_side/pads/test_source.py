@@ -270,8 +270,7 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
         maker = source.BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
-            with maker._changed:
-                assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
+            assert maker._ended.exception(WAIT_S) is not None
             inside(tell_load)
 
     with pytest.raises(RuntimeError, match="a second batch"):
@@ -280,7 +279,7 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
         run(lambda _: None)
     with pytest.raises(KeyError):  # an error of the block's own
         run(lambda _: {}["missing"])
-    assert "pads" not in [thread.name for thread in threading.enumerate()]
+    assert "pads_0" not in [thread.name for thread in threading.enumerate()]
 
 
 # More rows than a block of digits, and fewer.
