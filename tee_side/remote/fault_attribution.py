@@ -59,15 +59,13 @@ def refuse(
     sent: Sequence[Payload | Seed],
     exchanges: Sequence[Exchange],
     until: float,
-    *,
-    well_formed: bool,
 ) -> float | None:
     """Ask services at fault no more, and return how long another may take to compute the same.
 
     `sent`: to each service with every request; `exchanges`: the answers that there are, in order.
-    `well_formed`: whether all have the form that was asked for, so that it is the numbers that are
-    wrong. Raises what the result was refused with where no service, or no time, is left:
-    ReplyError, VerificationError, or MaskError where every answer is right.
+    Where all have the form that was asked for, it is the numbers that are wrong. Raises what the
+    result was refused with where no service, or no time, is left: ReplyError, VerificationError, or
+    MaskError where every answer is right.
     """
     asked = [
         (channel, request.seeded, payload.words())
@@ -77,15 +75,13 @@ def refuse(
         for channel, payload in zip(plan.channels, sent, strict=True)
     ]
     answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
-    error: TsqpError = (
-        _distrust_liars(plan, answers, until) if well_formed else _distrust_forms(plan, answers)
-    )
+    error = _distrust_forms(plan, answers) or _distrust_liars(plan, answers, until)
     if time.monotonic() >= until:
         raise error
     return time_left(plan.operator, until)
 
 
-def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError:
+def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError | None:
     """Ask every service no more that sent a reply of another form; return the last error."""
     found: ReplyError | None = None
     for answer in answers:
@@ -98,8 +94,6 @@ def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError:
                 error.expected,
             )
             answer.channel.distrust(answer.exchange, found)
-    if found is None:
-        raise LookupError("a reply of another form, of which there is none")
     return found
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
@@ -101,7 +101,7 @@ class Factors:
     u: torch.Tensor = field(repr=False)
 
 
-class Mask(BaseModel):
+class Mask(BaseModel, frozen=True, extra="forbid"):
     """Base of all masks; subclass one of the kinds below.
 
     Required class attributes:
@@ -115,8 +115,6 @@ class Mask(BaseModel):
     Optional, and False unless the class itself says so:
       uniform      whether what crosses is uniform random numbers, independent of the input
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     kind: ClassVar[Kind]

@@ -82,14 +82,12 @@ from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
 from tee_side.protect.sites import SiteShape
 
-Tensor: TypeAlias = torch.Tensor
-
 # From here on what is written of a site is synced at once, while the next one is computed: the
 # kernel would begin with it at the commit.
 _SYNCED_BYTES = 4 * 1024 * 1024
 
 # Of each site at most one record, decrypted: its first index, and its u [group, O].
-Begun: TypeAlias = dict[int, tuple[int, Tensor]]
+Begun: TypeAlias = dict[int, tuple[int, torch.Tensor]]
 _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
 
 
@@ -229,7 +227,7 @@ class BankFile(PadStore):
         self._state = self._state._replace(sealed=sealed)
         self._persist(self._reserved, self._filled)
 
-    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+    def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
         sealed = memoryview(self._writing)[: record_bytes(site, self.group)]
         for first, u_GO in zip(indices[:: self.group], u_NO.split(self.group), strict=True):
             bound, offset = self._place(first, site)
@@ -251,7 +249,7 @@ class BankFile(PadStore):
         with refusing(self._path):
             os.fsync(self._opened.descriptor)
 
-    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
         group = self.group
         for first in range(indices.start - indices.start % group, indices.stop, group):
             start, stop = max(indices.start, first), min(indices.stop, first + group)
@@ -261,7 +259,7 @@ class BankFile(PadStore):
                 continue
             rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
 
-    def _read_all(self, indices: range) -> dict[int, Tensor]:
+    def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         parts = []
         for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
             if [begun for begun, _ in self._begun.values()] != [first] * len(self._sites):
@@ -299,7 +297,7 @@ class BankFile(PadStore):
         for site in self._sites.values():
             self._begin(first, site, begun)
 
-    def _begin(self, first: int, site: SiteShape, begun: Begun) -> Tensor:
+    def _begin(self, first: int, site: SiteShape, begun: Begun) -> torch.Tensor:
         """Return u of a group that is not read as a whole, decrypted once for all its tokens."""
         was, u_GO = begun.pop(site.number, _NONE_BEGUN)
         if was < 0:
@@ -309,7 +307,7 @@ class BankFile(PadStore):
         begun[site.number] = first, u_GO
         return u_GO
 
-    def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:
+    def _open(self, first: int, site: SiteShape, u_GO: torch.Tensor) -> None:
         """Read the record of a group, and decrypt it into place."""
         bound, offset = self._place(first, site)
         reading = self._reading.pop()

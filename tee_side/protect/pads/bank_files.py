@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import PadBankError
 from protocol.messages import Digest, Projection
@@ -288,15 +288,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class Purpose(BaseModel):
+class Purpose(BaseModel, frozen=True, extra="forbid"):
     """What pads are made for. A bank opens for the purpose that it was created with.
 
     `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
     directory, for messages; empty in banks that were made before it was kept. Digests as in
     `protocol.model.checkpoint`. `sites`: number, layer, operator, in_features, out_features.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mask: Annotated[str, Field(min_length=1, max_length=4096)]
     model: Annotated[str, Field(max_length=255)] = ""

@@ -208,17 +208,28 @@ class Member:
         return self.session is not None
 
     def _try_connect(self, until: float) -> None:
+        options, group = self._options, self._group
         if self._handshake is None:
             now = time.monotonic()
             if now < self._next_attempt:
                 time.sleep(max(0.0, min(until, self._next_attempt) - now))
                 if until < self._next_attempt:
                     return
-            self._handshake = self._begin()
+            connection = options.open(self.endpoint)
+            # Whatever goes wrong from here on closes it.
+            self._handshake = connection, 0, now
+            connection.use_one_connection()
+            connection.traffic = self._total
+            attested = options.appraise is not None
+            within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
+            self._nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
+            give_up = time.monotonic() + within_s
+            request = InitRequest(nonce=self._nonce)
+            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
+            self._handshake = connection, request_id, give_up
         connection, request_id, give_up = self._handshake
         if not connection.arrived(request_id, until) and time.monotonic() < give_up:
             return
-        options, group = self._options, self._group
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
@@ -238,22 +249,6 @@ class Member:
             channel = options.link(connection, options.timeout_s)
         self._handshake, self.error = None, None
         self.session = Session(self, connection, channel)
-
-    def _begin(self) -> tuple[PendingChannel, int, float]:
-        connection = self._options.open(self.endpoint)
-        try:
-            connection.use_one_connection()
-            connection.traffic = self._total
-            attested = self._options.appraise is not None
-            within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
-            self._nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
-            give_up = time.monotonic() + within_s
-            request = InitRequest(nonce=self._nonce)
-            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
-        except BaseException:
-            connection.close()
-            raise
-        return connection, request_id, give_up
 
     def lose(self, error: TsqpError) -> None:
         """Note that it cannot be asked now. Its session, if any, is for the caller to close."""
