@@ -129,12 +129,11 @@ class Keystream:
         self._key = key
         self._context = Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
 
-    def bytes(self, index: int, site: int, count: int) -> bytearray:
-        """Return the first `count` bytes for a pair. Raises ValueError if anything overflows."""
-        return self._drawn(range(index, index + 1), {site: count})
-
     def rows(self, indices: range, site: int, features: int) -> torch.Tensor:
-        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
+        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian.
+
+        Raises ValueError if anything overflows.
+        """
         return self.sites(indices, {site: features})[site]
 
     def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
@@ -151,7 +150,7 @@ class Keystream:
     def fill(self, indices: range, site: int, words_TI: torch.Tensor) -> None:
         """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
 
-        Raises ValueError as `bytes`.
+        Raises ValueError as `rows`.
         """
         rows, features = words_TI.shape
         self._check(indices, {site: 4 * features})

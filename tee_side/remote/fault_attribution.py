@@ -187,12 +187,8 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
 
     `rows`: of what each is multiplied by. Raises DeadlineExceededError.
     """
-    while True:
-        _require_time(is_over)
-        found = next(blocks, None)
-        if found is None:
-            return
-        columns, weight_nI = found
+    _require_time(is_over)
+    for columns, weight_nI in blocks:
         step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
         for start in range(0, len(weight_nI), step):
             if start:
@@ -200,6 +196,7 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
             part = weight_nI[start : start + step]
             begin = columns.start + start
             yield slice(begin, begin + len(part)), part
+        _require_time(is_over)  # before the next is read
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:

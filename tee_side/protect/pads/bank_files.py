@@ -343,11 +343,9 @@ class Keys:
     def derive(cls, key: bytes, header: bytes) -> Keys:
         """Derive from the 32 bytes of the key file, for the header's bytes without their MAC."""
         digest = hashlib.sha256(header).digest()
-
-        def subkey(purpose: str) -> bytes:
-            return derive_key(key, f"tsqp pad bank {purpose} ".encode() + digest)
-
-        return cls(digest, *(subkey(name) for name in ("header", "index", "records", "pads")))
+        purposes = ("header", "index", "records", "pads")
+        infos = [f"tsqp pad bank {purpose} ".encode() + digest for purpose in purposes]
+        return cls(digest, *(derive_key(key, info) for info in infos))
 
 
 class State(NamedTuple):

@@ -93,29 +93,35 @@ class ServiceCheck:
         if not isinstance(reply, InitReply):
             raise ReplyError(f"Init reply from {endpoint}", type(reply).__name__, "InitReply")
 
-        def require(holds: bool, field: str, got: object, expected: object) -> None:
-            where = f"model at {endpoint}: {field}"
-            ModelMismatchError.unless(holds, where, str(got), str(expected))
-
         said = reply.config.model_dump() | vars(reply)
-        for name, ours in self._expected.items():
-            expected = f"{str(ours)[:16]} ({self._hint})"
-            require(said[name] == ours, name, str(said[name])[:16], expected)
-        start = (
-            f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or both)"
-        )
-        able = self._arithmetic in reply.arithmetic
-        require(able, "arithmetic", " and ".join(reply.arithmetic) or "none", start)
         first, last = layers or (0, self._layers - 1)
-        require(
-            reply.layers[0] <= first and reply.layers[1] >= last,
-            "layers",
-            "{}-{}".format(*reply.layers),
-            f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner --gpu"
-            " ENDPOINT=LAYERS)",
-        )
-        whole = "1: the policy has segments (gpu-service without --tensor-parallel)"
-        require(reply.ranks == 1 or not self._whole_layers, "ranks", reply.ranks, whole)
+        for holds, field, got, expected in (
+            *(
+                (said[name] == ours, name, str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})")
+                for name, ours in self._expected.items()
+            ),
+            (
+                self._arithmetic in reply.arithmetic,
+                "arithmetic",
+                " and ".join(reply.arithmetic) or "none",
+                f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or"
+                " both)",
+            ),
+            (
+                reply.layers[0] <= first and reply.layers[1] >= last,
+                "layers",
+                "{}-{}".format(*reply.layers),
+                f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
+                " --gpu ENDPOINT=LAYERS)",
+            ),
+            (
+                reply.ranks == 1 or not self._whole_layers,
+                "ranks",
+                str(reply.ranks),
+                "1: the policy has segments (gpu-service without --tensor-parallel)",
+            ),
+        ):
+            ModelMismatchError.unless(holds, f"model at {endpoint}: {field}", got, expected)
         return reply
 
 

@@ -8,7 +8,7 @@ on is in the clear unless the operator says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -166,28 +166,25 @@ def plan_services(
         _require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
         groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
     ordered = sorted(groups.items())
+    end = (num_layers, num_layers, "the model's end")
     for share in range(1, policy.services + 1):
-        parts = {(first, last): alike[0] for (its, first, last), alike in ordered if its == share}
-        _check_cover(parts, num_layers)
+        # Its parts, in order, have each layer once.
+        parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == share]
+        begin, before = 0, "the model's first layer"
+        for first, last, named in (*parts, end):
+            _require(
+                first <= begin,
+                f"no service for layers {LayerRange(begin, first - 1)}, between {before} and"
+                f" {named}",
+                f"each of the layers 0-{num_layers - 1}, for each share",
+            )
+            overlap = f"{before} and {named}, which overlap"
+            _require(first >= begin, overlap, "the same layers, or none in common")
+            begin, before = last + 1, str(named)
     return tuple(
         ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
         for where, alike in ordered
     )
-
-
-def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) -> None:
-    """Check that parts, in order, have each layer once. Raises SettingsError."""
-    begin, before = 0, "the model's first layer"
-    ends = {(num_layers, num_layers): "the model's end"}
-    for (first, last), named in [*parts.items(), *ends.items()]:
-        _require(
-            first <= begin,
-            f"no service for layers {LayerRange(begin, first - 1)}, between {before} and {named}",
-            f"each of the layers 0-{num_layers - 1}, for each share",
-        )
-        overlap = f"{before} and {named}, which overlap"
-        _require(first >= begin, overlap, "the same layers, or none in common")
-        begin, before = last + 1, str(named)
 
 
 def check_links(
@@ -224,10 +221,9 @@ def check_links(
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
-    secured = [own is not None for own in keys]
-    for number, (spec, own) in enumerate(zip(specs, keys, strict=True)):
+    secured = True
+    for spec, own in zip(specs, keys, strict=True):
         if spec.endpoint.startswith("https://"):
-            secured[number] = True
             # What ends TLS there has one key, however many paths and services are behind it.
             ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
             other = holders.setdefault(ends_at, spec)
@@ -243,6 +239,7 @@ def check_links(
                 " shares: services that do not collude share no key",
             )
         else:
+            secured = False
             to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
             leaves = is_beyond_loopback(spec.endpoint) or to_host
             _require(
@@ -252,7 +249,7 @@ def check_links(
                 f" links of policy {policy.name} adds the shares and reads prompt and answer"
                 + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
             )
-    return all(secured)
+    return secured
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:
