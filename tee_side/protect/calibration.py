@@ -167,8 +167,9 @@ class Calibration:
             site: SiteScales(input_scale, tensors[weight_scale_name(site)], limit, max_norm)
             for site, (input_scale, limit, max_norm) in zip(order, rows, strict=True)
         }
-        digests = (metadata["model_digest"], metadata["linear_digest"])
-        found = Calibration(sites, *digests, int(metadata["tokens"]))
+        found = Calibration(
+            sites, metadata["model_digest"], metadata["linear_digest"], int(metadata["tokens"])
+        )
         found.check_ring()
         steps = [4 * math.log2(scales.max_norm) for scales in sites.values() if scales.max_norm]
         # A float32 power of 2^(1/4) is at most so far from one, in steps.

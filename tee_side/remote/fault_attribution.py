@@ -151,7 +151,7 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
 
 def _liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
-    in_the_clear = plan.rules.in_the_clear
+    in_the_clear = plan.rules.mask is None
     if in_the_clear and len(answers) == 1:
         return answers  # the result that was refused is the answer itself
     if isinstance(plan.check, Unverified):

@@ -47,7 +47,6 @@ _MAC_BYTES = 32
 # Indices of a record: making writes them at half the cost of one alone, and a token that is read
 # alone does not wait for much more than it needs.
 MAX_GROUP = 8
-_PAGE = 4096
 _PREAMBLE = struct.Struct(">8sI8sI")
 _MAGIC = b"TSQPPADS"
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
@@ -469,7 +468,7 @@ def _key_id(key: bytes) -> bytes:
 def _whole_pages(body: bytes, keys: Keys) -> bytes:
     """Return the header's bytes as they stand in FILE: with their HMAC, and zeros up to a page."""
     sealed = body + hmac.digest(keys.header_mac, body, "sha256")
-    return sealed + bytes(-len(sealed) % _PAGE)
+    return sealed + bytes(-len(sealed) % 4096)
 
 
 def _check_written(where: str, found: bytes, written: bytes) -> None:

@@ -53,8 +53,7 @@ class Services:
     @property
     def connected(self) -> int:
         """How many services are connected."""
-        members = [member for group in self._groups for member in group.members]
-        return sum(member.session is not None for member in members)
+        return sum(one.session is not None for group in self._groups for one in group.members)
 
     @property
     def waits(self) -> bool:

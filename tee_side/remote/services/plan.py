@@ -25,7 +25,6 @@ from tee_side.words import LAYER_RANGE, LayerRange, Operator, is_projection
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
 
-GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
 WITHOUT_COLUMNS = (
     "no columns, which were removed: several GPUs of a host are one gpu-service with"
     " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
@@ -36,7 +35,6 @@ _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
 _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
-_NO_PATH = ("tcp", "vsock", "http", "https")
 
 
 def _require(holds: object, got: object, expected: str) -> None:
@@ -61,8 +59,12 @@ class ServiceSpec:
         endpoint, layers, share = match.groups() if match else (text, None, None)
         _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
         # Neither = nor , is in a host, a port, a number or a path of ours.
-        odd = endpoint.partition("://")[0] in _NO_PATH and set("=,") & set(endpoint)
-        _require(not odd and ",share" not in endpoint, repr(text), GRAMMAR)
+        no_path = endpoint.startswith(("tcp://", "vsock://", "http://", "https://"))
+        _require(
+            ",share" not in endpoint and not (no_path and set("=,") & set(endpoint)),
+            repr(text),
+            "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
+        )
         parse_endpoint(endpoint)
         try:
             found = LayerRange.parse(layers) if layers else None

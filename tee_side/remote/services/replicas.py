@@ -49,10 +49,6 @@ _MAX_BACK_OFF_S = 0.2
 # one that passes Init and says so time after time is not about to end.
 _MOST_LOSSES = 5
 
-# What a service says that may be over in a moment; it is asked again.
-_PASSING = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED)
-
-
 # Of errors of different kinds, the one that says most of what to do. A ProtocolError has a code.
 _GRAVEST = (VerificationError, ModelMismatchError, ReplyError)
 
@@ -88,12 +84,6 @@ class _InFlight:
     inner_id: int = 0
     # What went wrong at each service so far.
     troubles: dict[Member, _Trouble] = field(default_factory=lambda: defaultdict(_Trouble))
-
-    def send(self, channel: Channel, timeout_s: float) -> int:
-        """Send it on a channel, and return its id there."""
-        if isinstance(self.request, PreparedRequest):
-            return channel.start(self.request, self.payload, timeout_s)
-        return channel.submit(self.request, timeout_s)
 
     def note_lost(self, member: Member, error: TsqpError) -> None:
         """Note that a connection was of no more use."""
@@ -272,7 +262,11 @@ class Replicas(Channel):
             if session is None or not in_flight.may_ask(member) or free_at > now:
                 continue
             try:
-                in_flight.inner_id = in_flight.send(session.channel, left_s)
+                in_flight.inner_id = (
+                    session.channel.start(in_flight.request, in_flight.payload, left_s)
+                    if isinstance(in_flight.request, PreparedRequest)
+                    else session.channel.submit(in_flight.request, left_s)
+                )
             except BaseException as error:  # noqa: BLE001 - raised again there, or noted
                 self._note_unsent(in_flight, session, error)
             else:
@@ -292,8 +286,7 @@ class Replicas(Channel):
         member = session.member
         trouble = in_flight.troubles[member]
         trouble.error = error
-        unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
-        if unknown:
+        if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
             message = in_flight.request
             if isinstance(message, PreparedRequest):
                 message = message.request(in_flight.payload)
@@ -306,7 +299,8 @@ class Replicas(Channel):
             if error.code is ErrorCode.QUEUE_FULL:
                 known = member.queue_limits
                 trouble.error = ServiceError(error.where, code=error.code, known=known)
-            if error.code in _PASSING:
+            # What may be over in a moment: it is asked again.
+            if error.code in (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED):
                 trouble.pause_s = min(_MAX_BACK_OFF_S, 2 * trouble.pause_s or _BACK_OFF_S)
                 trouble.free_at = time.monotonic() + trouble.pause_s
             else:
@@ -452,8 +446,7 @@ def log_waiting(endpoint: str, deadline: float, option: str) -> None:
 
 def warn(event: str, member: Member, error: TsqpError) -> None:
     """Log what became of a service."""
-    fields = {"endpoint": member.endpoint, "detail": str(error)}
-    log.warning(event, extra={"fields": fields})
+    log.warning(event, extra={"fields": {"endpoint": member.endpoint, "detail": str(error)}})
 
 
 def aggregate_errors(
