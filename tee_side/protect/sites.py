@@ -20,7 +20,7 @@ import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
-from protocol.messages import FUSED_MODULES, LinearOperator, Projection
+from protocol.messages import LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
@@ -175,8 +175,7 @@ def _scaled_back(
 ) -> torch.Tensor:
     """Return the product under the scales of its rows and outputs, and the bias added."""
     if site.compiled:
-        scales = (scale_T1, site.factor_O, site.bias_O, site.dtype)
-        scaled_TO = compiled.decode(y_TO, None, *scales)
+        scaled_TO = compiled.decode(y_TO, None, scale_T1, site.factor_O, site.bias_O, site.dtype)
         if scaled_TO is not None:
             return scaled_TO
     # int32 * float32 is a float32 product of the rounded integer.
@@ -288,12 +287,8 @@ class PadLayout:
             raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
 
     @classmethod
-    def of(cls, config: ModelConfig, placed: Iterable[Site] | None = None) -> PadLayout:
-        """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
-        if placed is None:
-            layers = range(config.num_hidden_layers)
-            placed = [(layer, operator) for layer in layers for operator in FUSED_MODULES]
-            placed.append((layers[-1], "lm_head"))
+    def of(cls, config: ModelConfig, placed: Iterable[Site]) -> PadLayout:
+        """Return the layout of some (layer, operator) pairs of a model."""
         sites = []
         for layer, operator in placed:
             _, (outputs, inputs) = config.row_layout(operator)

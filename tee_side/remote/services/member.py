@@ -190,9 +190,8 @@ class Member:
         self._options = options
         self._instances = instances
         self._total = total
-        # A connection on which Init was asked, and until when its answer is waited for.
-        self._handshake: tuple[PendingChannel, int, float] | None = None
-        self._nonce = b""
+        # A connection on which Init was asked, until when its answer is waited for, and its nonce.
+        self._handshake: tuple[PendingChannel, int, float, bytes] | None = None
         self._next_attempt = 0.0
 
     def try_connect(self, until: float) -> bool:
@@ -223,23 +222,23 @@ class Member:
                     return
             connection = options.open(self.endpoint)
             # Whatever goes wrong from here on closes it.
-            self._handshake = connection, 0, now
+            self._handshake = connection, 0, now, b""
             connection.use_one_connection()
             connection.traffic = self._total
             attested = options.appraise is not None
             within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
-            self._nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
+            nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
             give_up = time.monotonic() + within_s
-            request = InitRequest(nonce=self._nonce)
+            request = InitRequest(nonce=nonce)
             request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
-            self._handshake = connection, request_id, give_up
-        connection, request_id, give_up = self._handshake
+            self._handshake = connection, request_id, give_up, nonce
+        connection, request_id, give_up, nonce = self._handshake
         if not connection.arrived(request_id, until) and time.monotonic() < give_up:
             return
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
-            options.appraise(self.endpoint, reply.statement, self._nonce)
+            options.appraise(self.endpoint, reply.statement, nonce)
         here = (group.share, self.endpoint)
         share, where = self._instances.setdefault(reply.instance_id, here)
         if where != self.endpoint:

@@ -23,7 +23,7 @@ from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, Pads, WhenOut
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
-from tee_side.words import Site
+from tee_side.words import PROJECTIONS, Site
 from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
@@ -289,7 +289,7 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
 ) -> None:
     directory = saved_model("qwen2").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    store = MemoryStore(PadLayout.of(config), 64)
+    store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 64)
     told, checked = list[tuple[int, int]](), list[Site]()
 
     def check(site: Site, weights: QuantizedLinear) -> None:
@@ -300,7 +300,7 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     fill_pads(Pad(), weights, store, count, lambda *done: told.append(done))
     fill_pads(Pad(), weights, store, 1)
     assert checked == [site.site for site in store.layout.sites]
-    assert told == [(done, 13) for done in range(1, 14)]
+    assert told == [(done, 15) for done in range(1, 16)]
     assert store.available == count + 1
     indices = store.take(count)
     for site in store.layout.sites:
@@ -315,7 +315,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
     """A store without room, and weights that fail their check."""
     directory = saved_model("llama").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    store = MemoryStore(PadLayout.of(config), 4)
+    store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 4)
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         if site == (1, "down_proj"):
