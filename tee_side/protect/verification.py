@@ -142,8 +142,6 @@ class ResultCheck(Protocol):
 class Unverified:
     """Stands where a `ResultCheck` would, for what a policy sends with verify = "none"."""
 
-    __slots__ = ()
-
 
 # Said by name: nothing that is missing by mistake looks like it.
 UNVERIFIED = Unverified()
