@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from protocol.errors import PolicyError, SettingsError
+from protocol.errors import FeatureKeyError, PolicyError, SettingsError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
@@ -47,15 +47,16 @@ from tee_side.protect.masks.mask import (
     Pad,
     ProvisionedMask,
     SegmentMask,
+    TransformKey,
 )
-from tee_side.protect.pads.source import PadLane, PadMaker, Pads, WhenOut, read_weights
+from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
     DynamicSite,
     FloatSite,
-    IntegerSite,
     IntegerSites,
+    LinearSite,
     PadLayout,
     largest_input,
     load_biases,
@@ -82,7 +83,6 @@ from tee_side.words import Operator, Phase, Site, Verify, is_projection, registe
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
-    from tee_side.protect.masks.keyed import TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
 
 # Banks, segments, keyed masks and what packages register are imported where a policy or an option
@@ -204,7 +204,7 @@ class Assembly:
                 self.pads[mask] = Pads(
                     mask,
                     store,
-                    self._pad_maker(mask, sites),
+                    self._pad_maker(mask, sites, store),
                     settings.when_out,
                     ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
                     decode_share=policy.left_to_decode,
@@ -226,13 +226,15 @@ class Assembly:
         )
         return BankFile.open(place, purpose)
 
-    def _pad_maker(self, mask: AdditiveMask, sites: Sequence[Site]) -> PadMaker | None:
+    def _pad_maker(
+        self, mask: AdditiveMask, sites: Sequence[Site], store: PadStore
+    ) -> Callable[[int], None] | None:
         config, checkpoint = self._parts.config, self._parts.checkpoint
         if not checkpoint.holds(tensors_of(sites, config)):
             return None
         check = self._integers.check_weights if self._integers is not None else None
         weights = read_weights(checkpoint, config, mask.arithmetic, check, held=self._held)
-        return PadMaker(mask, weights)
+        return partial(fill_pads, mask, weights, store)
 
     def lanes(
         self,
@@ -279,7 +281,7 @@ class Assembly:
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
-            of_site: FloatSite | IntegerSite | DynamicSite
+            of_site: LinearSite
             if integers is not None:
                 of_site = integers[site]
             else:
@@ -414,12 +416,22 @@ def _check_settings(
 
 
 def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
+    """Read the key of a mask through the package that makes such keys.
+
+    Raises FeatureKeyError, and PluginError for a package that does not load.
+    """
     if path is None:
         raise SettingsError(
             "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
         )
-    from tee_side.protect.masks.keyed import load_key
+    from tee_side.plugins import load_entry_point, one_entry_point
 
-    key = load_key(path)
+    if (entry := one_entry_point("tsqp.keys", "feature")) is None:
+        raise FeatureKeyError(
+            str(path),
+            "no package that reads keys of such masks",
+            "one that registers 'feature' in the entry points tsqp.keys, as tsqp does",
+        )
+    key = load_entry_point(entry).load(path)
     key.check(parts.config, parts.checkpoint, mask)
     return key

@@ -192,7 +192,7 @@ def _bank(start: Start) -> Iterator[Finding]:
         yield Finding("run", "bank", "note", "no --bank: pads are made while the run waits", make)
         return
     place.check_apart()
-    status = read_bank_status(place)
+    header, state = read_bank_status(place)
     mask, layout = padded(start.policy, start.config)
     # As a run does: a directory without linear weights has the digest of its calibration.
     wanted = Purpose.of(
@@ -202,9 +202,10 @@ def _bank(start: Start) -> Iterator[Finding]:
         model_digest=start.digests[0],
         linear_digest=start.digests[1] or start.calibration.linear_digest,
     )
-    check_purpose(place.bank, status.header, wanted)
-    left = f"{status.available} of {status.header.capacity} pads left"
-    yield Finding("run", "bank", *(("ok", left) if status.available else ("missing", left, make)))
+    check_purpose(place.bank, header, wanted)
+    available = state.filled - state.reserved
+    left = f"{available} of {header.capacity} pads left"
+    yield Finding("run", "bank", *(("ok", left) if available else ("missing", left, make)))
 
 
 def _keys(start: Start) -> Iterator[Finding]:

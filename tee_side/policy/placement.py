@@ -47,7 +47,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     SerializeAsAny,
@@ -133,16 +132,14 @@ def _mask(value: object, info: ValidationInfo) -> Mask | None:
         raise refusal(error.got, error.expected, where) from None
 
 
-class AttentionWindow(BaseModel):
+class AttentionWindow(BaseModel, frozen=True, extra="forbid"):
     """Tokens that one attends to: so many at the beginning, and the last, itself included."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sinks: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 0
     recent: Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
-class Placement(BaseModel):
+class Placement(BaseModel, frozen=True, extra="forbid", arbitrary_types_allowed=True):
     """Where an operator runs: in which layers (None: all) and in which phase (None: both).
 
     Of what leaves, `mask` and `verify` must be given; mask "none" reads as None. `verify`: how
@@ -150,8 +147,6 @@ class Placement(BaseModel):
     floats those that rounding does not explain; "none" believes them. Place "attested": on the GPU
     side, and only where services have to prove what they are. `window`: of a segment's attention.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     place: Place
     mask: Annotated[SerializeAsAny[Mask] | None, BeforeValidator(_mask)] = None
@@ -213,15 +208,13 @@ Placements: TypeAlias = Annotated[
 ]
 
 
-class ServiceTerms(BaseModel):
+class ServiceTerms(BaseModel, frozen=True, extra="forbid"):
     """What every service must prove, by which evidence; see `tee_side.remote.attested`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     attested: Attested
 
 
-class Policy(BaseModel):
+class Policy(BaseModel, frozen=True, extra="forbid"):
     """Where each operator runs.
 
     `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
@@ -231,8 +224,6 @@ class Policy(BaseModel):
     prompt leaves under pads only while `decode_share` (None: half) of the pads that are kept ready
     stays for decode; otherwise the TEE computes it, to the same bits.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Printed in status lines and reports.
     name: Annotated[str, Field(pattern=f"^{_NAME}$")]

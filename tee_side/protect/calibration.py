@@ -46,12 +46,6 @@ MAX_SUM = 2**31 - 1
 # kind. Where inputs have no outliers there is far more room than this.
 HEADROOM = 4.0
 
-# How far a float32 power of 2^(1/4) is from one, in steps, at most.
-_ROUNDED = 1e-5
-
-# A headroom that is none.
-_SMALLEST = 1e-300
-
 TABLES = ("input_scale", "norm_limit", "max_norm")
 FORMAT = {"format": "tsqp-calibration", "version": "1"}
 _DIGEST = ("[0-9a-f]{64}", "64 hexadecimal digits")
@@ -88,8 +82,9 @@ class SiteScales:
     def headroom(self) -> float:
         """How many times as large as the largest row seen an input row may be."""
         largest = self.max_norm / self.input_scale
-        # A file may hold any positive numbers, also such as are too small to divide by.
-        return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
+        # A file may hold any positive numbers, also such as are too small to divide by: 1e-300 is
+        # a headroom that is none.
+        return max(self.norm_limit / largest, 1e-300) if largest else math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +167,13 @@ class Calibration:
             site: SiteScales(input_scale, tensors[weight_scale_name(site)], limit, max_norm)
             for site, (input_scale, limit, max_norm) in zip(order, rows, strict=True)
         }
-        digests = (metadata["model_digest"], metadata["linear_digest"])
-        found = Calibration(sites, *digests, int(metadata["tokens"]))
+        found = Calibration(
+            sites, metadata["model_digest"], metadata["linear_digest"], int(metadata["tokens"])
+        )
         found.check_ring()
         steps = [4 * math.log2(scales.max_norm) for scales in sites.values() if scales.max_norm]
-        if any(abs(step - round(step)) > _ROUNDED for step in steps):
+        # A float32 power of 2^(1/4) is at most so far from one, in steps.
+        if any(abs(step - round(step)) > 1e-5 for step in steps):
             remedy = {"file": path, "expected": "rounded ones: tsqp calibrate MODEL --force"}
             log.warning("calibration_has_exact_norms", extra={"fields": remedy})
         return found

@@ -40,8 +40,6 @@ from tee_side.words import Operator, Site, is_linear
 # Hides the input of one linear operator.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked]
 
-_MORE_ROWS = 4096
-
 
 def linear_masking(
     mask: Mask | None,
@@ -82,18 +80,17 @@ class MaskRules:
     """The rules of one mask, None for none: what crosses in the clear is checked alike."""
 
     def __init__(self, mask: Mask | None) -> None:
-        self._mask = mask
+        self.mask = mask
         self.services = 1 if mask is None else mask.services
         # For errors.
         self.name = f"mask {mask.name}" if mask is not None else "no mask"
-        self.in_the_clear = mask is None
 
     def most_rows(self, rows: int) -> int:
         """Return how many rows may cross instead of `rows`: a row mask's twice as many, and 4096.
 
         Others send a row for a row. `tee_side.remote.services.plan` bounds replies by this number.
         """
-        return 2 * rows + _MORE_ROWS if isinstance(self._mask, RowMask) else rows
+        return 2 * rows + 4096 if isinstance(self.mask, RowMask) else rows
 
     def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.

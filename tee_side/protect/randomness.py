@@ -31,7 +31,6 @@ MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
 # for other threads to run meanwhile.
 _CHUNK_BYTES = 256 * 1024
 
-Tensor: TypeAlias = torch.Tensor
 # The type: inside the classes below, `bytes` is a method.
 Bytes: TypeAlias = bytes
 
@@ -72,11 +71,11 @@ class Randomness:
         self._context.update_into(b"\0" * n, drawn)
         return drawn
 
-    def ring(self, *shape: int) -> Tensor:
+    def ring(self, *shape: int) -> torch.Tensor:
         """Return int32 elements, uniform over Z_2^32."""
         return self.elements(shape, torch.int32)
 
-    def normal(self, *shape: int) -> Tensor:
+    def normal(self, *shape: int) -> torch.Tensor:
         """Return float64 elements, standard normal (Box and Muller 1958).
 
         Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a
@@ -99,7 +98,7 @@ class Randomness:
         self._check_process()
         return Randomness(derive_key(self._key, b"tsqp randomness " + label, salt=self._nonce))
 
-    def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return elements of an integer dtype, uniform over all its values."""
         count = math.prod(_checked(shape))
         if count == 0:  # torch refuses an empty buffer
@@ -130,15 +129,14 @@ class Keystream:
         self._key = key
         self._context = Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
 
-    def bytes(self, index: int, site: int, count: int) -> bytearray:
-        """Return the first `count` bytes for a pair. Raises ValueError if anything overflows."""
-        return self._drawn(range(index, index + 1), {site: count})
+    def rows(self, indices: range, site: int, features: int) -> torch.Tensor:
+        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian.
 
-    def rows(self, indices: range, site: int, features: int) -> Tensor:
-        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian."""
+        Raises ValueError if anything overflows.
+        """
         return self.sites(indices, {site: features})[site]
 
-    def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Return `rows` of several sites, by number. `sizes`: features of each."""
         drawn = self._drawn(indices, {site: 4 * features for site, features in sizes.items()})
         counts = [len(indices) * features for features in sizes.values()]
@@ -149,10 +147,10 @@ class Keystream:
         shapes = zip(sizes.items(), words, strict=True)
         return {site: part.view(len(indices), features) for (site, features), part in shapes}
 
-    def fill(self, indices: range, site: int, words_TI: Tensor) -> None:
+    def fill(self, indices: range, site: int, words_TI: torch.Tensor) -> None:
         """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
 
-        Raises ValueError as `bytes`.
+        Raises ValueError as `rows`.
         """
         rows, features = words_TI.shape
         self._check(indices, {site: 4 * features})

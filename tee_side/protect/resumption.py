@@ -20,7 +20,6 @@ from protocol.errors import ResumedError
 _DRIVERS = [Path("/sys/bus", bus, "drivers/vmgenid") for bus in ("platform", "acpi")]
 _LOG = Path("/dev/kmsg")
 _FORKED = b"virtual machine fork"  # drivers/char/random.c: "crng reseeded due to ..."
-_MAX_BYTES = 8192  # of a record of the log
 
 
 class ResumeWatch:
@@ -44,7 +43,8 @@ class ResumeWatch:
         with self._lock:
             while not self._got and self.told(0, 1):
                 try:
-                    number, _, text = os.read(self._log, _MAX_BYTES).partition(b",")
+                    # A record of the log is no longer.
+                    number, _, text = os.read(self._log, 8192).partition(b",")
                 except OSError:  # of Linux: newer records have taken their place
                     self._got = "records of the kernel's log that were lost"
                 else:

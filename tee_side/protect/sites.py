@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NoReturn, Protocol, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 
 from protocol.errors import ActivationRangeError, CalibrationError
 from protocol.integer import digits_below
-from protocol.messages import FUSED_MODULES, LinearOperator, Projection
+from protocol.messages import LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
@@ -37,16 +37,6 @@ WORD_BYTES = 4
 # What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
 # than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
 _MARGIN = 0.995
-
-
-class LinearSite(Protocol):
-    """Turns an input into what is multiplied, and the product into the output."""
-
-    def encode(self, x_TI: torch.Tensor, /) -> torch.Tensor:
-        """Return what the weight is multiplied by."""
-
-    def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor, /) -> torch.Tensor:
-        """Return the output for an input, in the model's dtype and with its bias."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -166,6 +156,11 @@ class DynamicSite:
         raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
 
 
+# Each turns an input [T, I] into what the weight is multiplied by (`encode`), and the product and
+# that input into the output, in the model's dtype and with its bias (`decode`).
+LinearSite: TypeAlias = FloatSite | IntegerSite | DynamicSite
+
+
 def largest_input(in_features: int) -> int:
     """Return the largest integer that inputs may have whatever the int8 weights are.
 
@@ -180,8 +175,7 @@ def _scaled_back(
 ) -> torch.Tensor:
     """Return the product under the scales of its rows and outputs, and the bias added."""
     if site.compiled:
-        scales = (scale_T1, site.factor_O, site.bias_O, site.dtype)
-        scaled_TO = compiled.decode(y_TO, None, *scales)
+        scaled_TO = compiled.decode(y_TO, None, scale_T1, site.factor_O, site.bias_O, site.dtype)
         if scaled_TO is not None:
             return scaled_TO
     # int32 * float32 is a float32 product of the rounded integer.
@@ -293,12 +287,8 @@ class PadLayout:
             raise ValueError(f"pad layout: got sites {numbers[:8]}, expected ascending numbers")
 
     @classmethod
-    def of(cls, config: ModelConfig, placed: Iterable[Site] | None = None) -> PadLayout:
-        """Return the layout of some (layer, operator) pairs of a model; None: of all of them."""
-        if placed is None:
-            layers = range(config.num_hidden_layers)
-            placed = [(layer, operator) for layer in layers for operator in FUSED_MODULES]
-            placed.append((layers[-1], "lm_head"))
+    def of(cls, config: ModelConfig, placed: Iterable[Site]) -> PadLayout:
+        """Return the layout of some (layer, operator) pairs of a model."""
         sites = []
         for layer, operator in placed:
             _, (outputs, inputs) = config.row_layout(operator)

@@ -21,9 +21,10 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 
@@ -141,8 +142,6 @@ class ResultCheck(Protocol):
 class Unverified:
     """Stands where a `ResultCheck` would, for what a policy sends with verify = "none"."""
 
-    __slots__ = ()
-
 
 # Said by name: nothing that is missing by mistake looks like it.
 UNVERIFIED = Unverified()
@@ -219,13 +218,24 @@ def rows_of_part(
             yield slice(start + first, start + last), block[first - rows.start : last - rows.start]
 
 
-class Checks(Protocol):
-    """What the linear operators that a policy verifies are checked with."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Checks:
+    """What the linear operators that a policy verifies are checked with; drawn once a run."""
+
+    weights: Weights
+    vectors: Mapping[Site, Any] = field(repr=False)
+
+    @classmethod
+    def draw(cls, sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Self:
+        """Draw the secret vectors of all sites, once a run. Raises as `vectors_of`."""
+        return cls(weights, {site: cls.vectors_of(site, weights, randomness) for site in sites})
 
     @staticmethod
-    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Checks:
-        """Draw the secret vectors of all sites, once a run. Raises ModelError."""
+    @abstractmethod
+    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> Any:
+        """Read the weight of a site, and draw its secret vectors. Raises ModelError."""
 
+    @abstractmethod
     def check(self, site: Site, mask: Mask | None) -> ResultCheck:
         """Return what checks a site's results under a mask.
 
@@ -253,30 +263,23 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Secrets:
-    """The `Checks` of integers; drawn once a run."""
-
-    weights: Weights
-    vectors: Mapping[Site, ExactCheck] = field(repr=False)
+class Secrets(Checks):
+    """The `Checks` of integers."""
 
     @staticmethod
-    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Secrets:
-        """Read every weight of `sites` that is not held, one at a time, and draw its vectors.
+    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> ExactCheck:
+        """Read the weight of a site where it is not held, and draw its vectors.
 
         Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
         CalibrationError, KernelError.
         """
         if weights.integers is None:
             raise LookupError("integers without their scales")
-        vectors = {}
-        for site in sites:
-            found = weights.held.get(site)
-            if found is None:  # those that are held were checked when they were loaded
-                found = load_quantized(weights.checkpoint, weights.config, *site)
-                weights.integers.check_weights(site, found)
-            vectors[site] = ExactCheck.draw(found.weight, randomness)
-        return Secrets(weights, vectors)
+        found = weights.held.get(site)
+        if found is None:  # those that are held were checked when they were loaded
+            found = load_quantized(weights.checkpoint, weights.config, *site)
+            weights.integers.check_weights(site, found)
+        return ExactCheck.draw(found.weight, randomness)
 
     def check(self, site: Site, mask: Mask | None) -> LinearCheck:
         """See `Checks.check`."""

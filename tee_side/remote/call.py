@@ -290,8 +290,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         # The slow path, imported when it is first needed.
         from tee_side.remote.fault_attribution import refuse
 
-        well_formed = bool(outputs[-1])
-        left_s = refuse(plan, requests, masked.sent, exchanges, until, well_formed=well_formed)
+        left_s = refuse(plan, requests, masked.sent, exchanges, until)
 
 
 def _reveal(

@@ -59,15 +59,13 @@ def refuse(
     sent: Sequence[Payload | Seed],
     exchanges: Sequence[Exchange],
     until: float,
-    *,
-    well_formed: bool,
 ) -> float | None:
     """Ask services at fault no more, and return how long another may take to compute the same.
 
     `sent`: to each service with every request; `exchanges`: the answers that there are, in order.
-    `well_formed`: whether all have the form that was asked for, so that it is the numbers that are
-    wrong. Raises what the result was refused with where no service, or no time, is left:
-    ReplyError, VerificationError, or MaskError where every answer is right.
+    Where all have the form that was asked for, it is the numbers that are wrong. Raises what the
+    result was refused with where no service, or no time, is left: ReplyError, VerificationError, or
+    MaskError where every answer is right.
     """
     asked = [
         (channel, request.seeded, payload.words())
@@ -77,15 +75,13 @@ def refuse(
         for channel, payload in zip(plan.channels, sent, strict=True)
     ]
     answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
-    error: TsqpError = (
-        _distrust_liars(plan, answers, until) if well_formed else _distrust_forms(plan, answers)
-    )
+    error = _distrust_forms(plan, answers) or _distrust_liars(plan, answers, until)
     if time.monotonic() >= until:
         raise error
     return time_left(plan.operator, until)
 
 
-def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError:
+def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError | None:
     """Ask every service no more that sent a reply of another form; return the last error."""
     found: ReplyError | None = None
     for answer in answers:
@@ -98,8 +94,6 @@ def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError:
                 error.expected,
             )
             answer.channel.distrust(answer.exchange, found)
-    if found is None:
-        raise LookupError("a reply of another form, of which there is none")
     return found
 
 
@@ -157,7 +151,7 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
 
 def _liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
-    in_the_clear = plan.rules.in_the_clear
+    in_the_clear = plan.rules.mask is None
     if in_the_clear and len(answers) == 1:
         return answers  # the result that was refused is the answer itself
     if isinstance(plan.check, Unverified):
@@ -193,12 +187,8 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
 
     `rows`: of what each is multiplied by. Raises DeadlineExceededError.
     """
-    while True:
-        _require_time(is_over)
-        found = next(blocks, None)
-        if found is None:
-            return
-        columns, weight_nI = found
+    _require_time(is_over)
+    for columns, weight_nI in blocks:
         step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
         for start in range(0, len(weight_nI), step):
             if start:
@@ -206,6 +196,7 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
             part = weight_nI[start : start + step]
             begin = columns.start + start
             yield slice(begin, begin + len(part)), part
+        _require_time(is_over)  # before the next is read
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:

@@ -254,7 +254,7 @@ def test_failing_system_calls_are_one_typed_error_and_the_bank_goes_on(
             else:
                 use(bank, indices)
                 handed_out.extend(indices)
-            bounds.append(read_bank_status(place(folder)).next_index)
+            bounds.append(read_bank_status(place(folder))[1].reserved)
     bank.close()
     assert len(messages) > 10
     # It names the bank's place, or its witness's.

@@ -197,7 +197,8 @@ def _bank(changed: str, case: Case) -> str:
     for name, content in _bank_files().items():
         path = _put(f"bank-of-{changed}", name, case[0] if name == changed else content)
     if changed == "bank.index":
-        return f"{min(9, read_bank_status(_place(path.parent)).available)} left"
+        _, state = read_bank_status(_place(path.parent))
+        return f"{min(9, state.filled - state.reserved)} left"
     with BankFile.open(_place(path.parent), _PURPOSE) as bank:
         return f"{min(9, bank.available)} left"
 

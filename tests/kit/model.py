@@ -371,9 +371,9 @@ def finish(engine: Engine) -> list[Sampled]:
 def stocked(tee: Tee, tokens: int) -> Pads:
     """Make pads for so many tokens, and return their source."""
     (pads,) = tee.assembly.pads.values()
-    assert pads._maker is not None
+    assert pads._fill is not None
     if tokens:
-        pads._maker.fill(pads.store, tokens)
+        pads._fill(tokens)
     return pads
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,10 +27,12 @@ from tsqp.run.trust import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from click._termui_impl import ProgressBar
 
-    from tee_side.protect.pads.bank import BankFile, PadBankStatus
-    from tee_side.protect.pads.source import PadMaker
+    from tee_side.protect.pads.bank import BankFile
+    from tee_side.protect.pads.bank_files import BankPlace
 
 
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
@@ -75,9 +77,9 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol.integer import check_kernels
     from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
     from protocol.model.config import read_config
-    from tee_side.protect.pads.bank import BankFile, read_bank_status
+    from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
-    from tee_side.protect.pads.source import PadMaker, read_weights
+    from tee_side.protect.pads.source import fill_pads, read_weights
     from tee_side.protect.sites import tensors_of
 
     place = bank_place(settings)
@@ -114,8 +116,9 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
             str(capacity),
             f"{store.capacity}, as {place.bank} has",
         )
-        _fill(store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic)), tokens)
-        _show(read_bank_status(place), as_json=False)
+        weights = read_weights(checkpoint, config, mask.arithmetic)
+        _fill(store, partial(fill_pads, mask, weights, store), tokens)
+        _show(place, as_json=False)
 
 
 @pads.command(context_settings=CONTEXT)
@@ -124,13 +127,11 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
 @config_option
 def status(*, settings: RunSettings, as_json: bool) -> None:
     """Say how many pads a bank holds, for which model, and what it takes on disk."""
-    from tee_side.protect.pads.bank import read_bank_status
-
     if (place := bank_place(settings)) is not None:
-        _show(read_bank_status(place), as_json=as_json)
+        _show(place, as_json=as_json)
 
 
-def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
+def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
     wanted = min(tokens, store.room)
     if wanted < tokens:
         click.echo(
@@ -145,7 +146,7 @@ def _fill(store: BankFile, maker: PadMaker, tokens: int) -> None:
     started = time.perf_counter()
     with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
         for count in batches:
-            maker.fill(store, count, on_site=partial(_advance, bar, count))
+            make(count, on_site=partial(_advance, bar, count))
     elapsed = time.perf_counter() - started
     rate = product_operations(store.layout) * wanted / elapsed / 1e9
     click.echo(
@@ -159,17 +160,26 @@ def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> Non
     bar.update(tokens)
 
 
-def _show(status: PadBankStatus, *, as_json: bool) -> None:
-    header = status.header
+def _show(place: BankPlace, *, as_json: bool) -> None:
+    from tee_side.protect.pads.bank import read_bank_status
+    from tee_side.protect.pads.bank_files import slot_bytes
+
+    header, state = read_bank_status(place)
+    token_bytes = slot_bytes(header.layout, header.group) // header.group
+    told: dict[str, Any] = {
+        "path": place.bank,
+        "available": state.filled - state.reserved,
+        "next_index": state.reserved,
+        "token_bytes": token_bytes,
+        "allocated_bytes": place.bank.stat().st_blocks * 512,
+    }
     if as_json:
-        told = vars(status) | header.model_dump(exclude={"sites"})
-        del told["header"]
-        click.echo(json.dumps(told, default=str))
+        click.echo(json.dumps(told | header.model_dump(exclude={"sites"}), default=str))
         return
     click.echo(
-        f"{status.path}: {status.available} of {header.capacity} tokens available, next index"
-        f" {status.next_index}; mask {header.mask}, model {header.model or 'of digest'}"
+        f"{place.bank}: {told['available']} of {header.capacity} tokens available, next index"
+        f" {state.reserved}; mask {header.mask}, model {header.model or 'of digest'}"
         f" {header.model_digest[:16]}, made {header.created};"
-        f" {bytes_for_people(status.token_bytes)} a token,"
-        f" {bytes_for_people(status.allocated_bytes)} on disk"
+        f" {bytes_for_people(token_bytes)} a token,"
+        f" {bytes_for_people(told['allocated_bytes'])} on disk"
     )

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
@@ -100,7 +100,7 @@ class Factors:
     u: torch.Tensor = field(repr=False)
 
 
-class Mask(BaseModel):
+class Mask(BaseModel, frozen=True, extra="forbid"):
     """Base of all masks; subclass one of the kinds below.
 
     Required class attributes:
@@ -114,8 +114,6 @@ class Mask(BaseModel):
     Optional, and False unless the class itself says so:
       uniform      whether what crosses is uniform random numbers, independent of the input
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
@@ -313,6 +311,14 @@ class SegmentMask(Mask):
 
 # Those whose server holds weights that `tsqp provision` has transformed.
 ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
+
+
+# The key of a feature or segment mask; it undoes the weights of a provisioned server, and is secret
+# but for `provision_id`, the name that the server repeats, and `server_linear_digest`, that of the
+# weights that the server got (both SHA-256 in hex). The code that makes and reads such keys is an
+# installed package's, which registers its class as the entry point `feature` of the group
+# `tsqp.keys`: `tsqp.lab.research.feature_key.FeatureKey` says what is asked of it.
+TransformKey: TypeAlias = Any
 
 
 class AdditiveMask(Mask):

@@ -53,7 +53,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from protocol.errors import PadBankError
 from tee_side.protect.pads.bank_files import (
+    KEY_LINE,
     MAX_RECORDS,
+    NEW_FILE,
     NONCE_BYTES,
     STATE_BYTES,
     BankHeader,
@@ -62,10 +64,8 @@ from tee_side.protect.pads.bank_files import (
     Purpose,
     State,
     encode_header,
-    encode_key,
     lock,
     open_file,
-    open_new,
     read_file,
     read_header,
     read_key,
@@ -82,30 +82,13 @@ from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
 from tee_side.protect.randomness import KEY_BYTES
 from tee_side.protect.sites import SiteShape
 
-Tensor: TypeAlias = torch.Tensor
-
 # From here on what is written of a site is synced at once, while the next one is computed: the
 # kernel would begin with it at the commit.
 _SYNCED_BYTES = 4 * 1024 * 1024
 
 # Of each site at most one record, decrypted: its first index, and its u [group, O].
-Begun: TypeAlias = dict[int, tuple[int, Tensor]]
+Begun: TypeAlias = dict[int, tuple[int, torch.Tensor]]
 _NONE_BEGUN = (-1, torch.empty(0, 0, dtype=torch.int32))
-
-
-@dataclass(frozen=True)
-class PadBankStatus:
-    """What a person wants to know about a bank. `next_index`: the first that was not handed out.
-
-    `allocated_bytes`: what the bank takes now.
-    """
-
-    path: Path
-    header: BankHeader
-    available: int
-    next_index: int
-    token_bytes: int
-    allocated_bytes: int
 
 
 @dataclass(frozen=True)
@@ -141,7 +124,6 @@ class BankFile(PadStore):
         self._opened = opened
         self._path = opened.place.bank
         self._files = files
-        self._descriptor = opened.descriptor
         # The highest bound that may be on disk, even if writing it seemed to fail, and the nonces
         # that may have been drawn; changes under the lock.
         self._state = state
@@ -191,7 +173,7 @@ class BankFile(PadStore):
         head, keys = encode_header(header, key)
         size = len(head) + capacity // group * slot_bytes(header.layout, group)
         contents = {
-            place.key: encode_key(key),
+            place.key: f"{KEY_LINE}{key.hex()}\n".encode(),
             place.bank: head,
             place.index: State(0, 0, 0).encode(keys),
         }
@@ -202,7 +184,7 @@ class BankFile(PadStore):
                 with refusing(file):
                     if file is place.key:
                         require_space(place.bank, size)
-                    descriptor = open_new(file)
+                    descriptor = os.open(file, os.O_EXCL | NEW_FILE, 0o600)
                     made.callback(file.unlink)
                     write_out(descriptor, content, size if file is place.bank else len(content))
                     sync_directory(file)
@@ -245,27 +227,29 @@ class BankFile(PadStore):
         self._state = self._state._replace(sealed=sealed)
         self._persist(self._reserved, self._filled)
 
-    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+    def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
         sealed = memoryview(self._writing)[: record_bytes(site, self.group)]
         for first, u_GO in zip(indices[:: self.group], u_NO.split(self.group), strict=True):
             bound, offset = self._place(first, site)
             nonce = secrets.token_bytes(NONCE_BYTES)
             sealed[:NONCE_BYTES] = nonce
-            self._sealer.encrypt_into(nonce, _bytes_of(u_GO), bound, sealed[NONCE_BYTES:])
+            self._sealer.encrypt_into(
+                nonce, u_GO.numpy().data.cast("B"), bound, sealed[NONCE_BYTES:]
+            )
             left = sealed
             with refusing(self._path, (indices.stop - first) // self.group * len(sealed)):
                 while left:
-                    written = os.pwrite(self._descriptor, left, offset)
+                    written = os.pwrite(self._opened.descriptor, left, offset)
                     left, offset = left[written:], offset + written
         if u_NO.nbytes >= _SYNCED_BYTES:
             with refusing(self._path):
-                os.fdatasync(self._descriptor)
+                os.fdatasync(self._opened.descriptor)
 
     def _sync(self) -> None:
         with refusing(self._path):
-            os.fsync(self._descriptor)
+            os.fsync(self._opened.descriptor)
 
-    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
         group = self.group
         for first in range(indices.start - indices.start % group, indices.stop, group):
             start, stop = max(indices.start, first), min(indices.stop, first + group)
@@ -275,7 +259,7 @@ class BankFile(PadStore):
                 continue
             rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
 
-    def _read_all(self, indices: range) -> dict[int, Tensor]:
+    def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         parts = []
         for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
             if [begun for begun, _ in self._begun.values()] != [first] * len(self._sites):
@@ -313,7 +297,7 @@ class BankFile(PadStore):
         for site in self._sites.values():
             self._begin(first, site, begun)
 
-    def _begin(self, first: int, site: SiteShape, begun: Begun) -> Tensor:
+    def _begin(self, first: int, site: SiteShape, begun: Begun) -> torch.Tensor:
         """Return u of a group that is not read as a whole, decrypted once for all its tokens."""
         was, u_GO = begun.pop(site.number, _NONE_BEGUN)
         if was < 0:
@@ -323,20 +307,19 @@ class BankFile(PadStore):
         begun[site.number] = first, u_GO
         return u_GO
 
-    def _open(self, first: int, site: SiteShape, u_GO: Tensor) -> None:
+    def _open(self, first: int, site: SiteShape, u_GO: torch.Tensor) -> None:
         """Read the record of a group, and decrypt it into place."""
         bound, offset = self._place(first, site)
         reading = self._reading.pop()
         sealed = memoryview(reading)[: record_bytes(site, self.group)]
         try:
-            read = os.preadv(self._descriptor, [sealed], offset)
+            read = os.preadv(self._opened.descriptor, [sealed], offset)
             if read != len(sealed):
                 raise PadBankError(
                     f"{self._path}: pad {first}, {site}", f"{read} bytes", f"{len(sealed)}"
                 )
-            self._opener.decrypt_into(
-                sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, _bytes_of(u_GO)
-            )
+            plain = u_GO.numpy().data.cast("B")
+            self._opener.decrypt_into(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], bound, plain)
         except OSError as error:
             raise refusal(self._path, error, len(sealed)) from error
         except InvalidTag:
@@ -360,27 +343,15 @@ class BankFile(PadStore):
         return bound, offset
 
 
-def _bytes_of(u_GO: Tensor) -> memoryview:
-    return u_GO.numpy().data.cast("B")
-
-
-def read_bank_status(place: BankPlace) -> PadBankStatus:
-    """Describe a bank that another process may be using; nothing is locked or changed.
+def read_bank_status(place: BankPlace) -> tuple[BankHeader, State]:
+    """Return what a bank says, which another process may be using; nothing is locked or changed.
 
     What that process has reserved counts as used. Raises PadBankError as `BankFile.open`, but for
     where the files lie and what they are for.
     """
     with ExitStack() as files:
         opened = _load(place, files, locked=False)
-        file = os.fstat(opened.descriptor)
-    return PadBankStatus(
-        path=place.bank,
-        header=opened.header,
-        available=opened.state.filled - opened.state.reserved,
-        next_index=opened.state.reserved,
-        token_bytes=slot_bytes(opened.header.layout, opened.header.group) // opened.header.group,
-        allocated_bytes=file.st_blocks * 512,
-    )
+        return opened.header, opened.state
 
 
 def _load(place: BankPlace, files: ExitStack, *, locked: bool) -> _Opened:

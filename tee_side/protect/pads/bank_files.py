@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import PadBankError
 from protocol.messages import Digest, Projection
@@ -47,24 +47,21 @@ _MAC_BYTES = 32
 # Indices of a record: making writes them at half the cost of one alone, and a token that is read
 # alone does not wait for much more than it needs.
 MAX_GROUP = 8
-_PAGE = 4096
 _PREAMBLE = struct.Struct(">8sI8sI")
 _MAGIC = b"TSQPPADS"
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
 _STATE = struct.Struct(">8sI32sQQQ")
 _STATE_MAGIC = b"TSQPPIDX"
 STATE_BYTES = _STATE.size + _MAC_BYTES
-_KEY_LINE = "tsqp-pad-bank-key 1 "
+KEY_LINE = "tsqp-pad-bank-key 1 "
 # Indices stay below, so that sums of them cannot leave 64 bits.
 _MAX_INDEX = 2**62
 
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Size = Annotated[int, Field(ge=1, lt=2**31)]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OPEN = os.O_CLOEXEC | os.O_NOCTTY
-_NEW = os.O_WRONLY | os.O_CREAT | _OPEN
-_IN_MEMORY = ("tmpfs", "ramfs")
+NEW_FILE = os.O_WRONLY | os.O_CREAT | _OPEN
 WITNESSES = Path("/dev/shm")  # noqa: S108 - the directory within it is this user's own
 
 
@@ -156,7 +153,7 @@ def _in_memory(device: int) -> bool:
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         mount, _, kind = line.partition(" - ")
         if mount.split()[2] == number:
-            return kind.split()[0] in _IN_MEMORY
+            return kind.split()[0] in ("tmpfs", "ramfs")
     return False
 
 
@@ -245,7 +242,7 @@ def _free_bytes(path: Path) -> int:
 
 def refusal(path: Path, error: OSError, needed: int) -> PadBankError:
     """Say what the operating system refused; `needed`: bytes that were still to be written."""
-    if error.errno in _FULL:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return PadBankError(str(path), f"{_free_bytes(path)} bytes available", f"{needed} bytes")
     reason = error.strerror or type(error).__name__
     return PadBankError(str(path), reason, "to read and write it")
@@ -260,15 +257,10 @@ def refusing(path: Path, needed: int = 0) -> Iterator[None]:
         raise refusal(path, error, needed) from error
 
 
-def open_new(path: Path) -> int:
-    """Create a file for its owner alone."""
-    return os.open(path, os.O_EXCL | _NEW, 0o600)
-
-
 def replace(path: Path, content: bytes) -> None:
     """Replace a file as a whole; when this returns, the new content outlives a crash."""
     beside = Path(f"{path}.new")
-    descriptor = os.open(beside, os.O_TRUNC | os.O_NOFOLLOW | _NEW, 0o600)
+    descriptor = os.open(beside, os.O_TRUNC | os.O_NOFOLLOW | NEW_FILE, 0o600)
     write_out(descriptor, content, len(content))
     os.replace(beside, path)
     sync_directory(path)
@@ -295,15 +287,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class Purpose(BaseModel):
+class Purpose(BaseModel, frozen=True, extra="forbid"):
     """What pads are made for. A bank opens for the purpose that it was created with.
 
     `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
     directory, for messages; empty in banks that were made before it was kept. Digests as in
     `protocol.model.checkpoint`. `sites`: number, layer, operator, in_features, out_features.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mask: Annotated[str, Field(min_length=1, max_length=4096)]
     model: Annotated[str, Field(max_length=255)] = ""
@@ -352,11 +342,9 @@ class Keys:
     def derive(cls, key: bytes, header: bytes) -> Keys:
         """Derive from the 32 bytes of the key file, for the header's bytes without their MAC."""
         digest = hashlib.sha256(header).digest()
-
-        def subkey(purpose: str) -> bytes:
-            return derive_key(key, f"tsqp pad bank {purpose} ".encode() + digest)
-
-        return cls(digest, *(subkey(name) for name in ("header", "index", "records", "pads")))
+        purposes = ("header", "index", "records", "pads")
+        infos = [f"tsqp pad bank {purpose} ".encode() + digest for purpose in purposes]
+        return cls(digest, *(derive_key(key, info) for info in infos))
 
 
 class State(NamedTuple):
@@ -373,7 +361,7 @@ class State(NamedTuple):
     def encode(self, keys: Keys) -> bytes:
         """Return the content of the index file, and of its witness."""
         body = _STATE.pack(_STATE_MAGIC, VERSION, keys.header_hash, *self)
-        return _with_mac(body, keys.index_mac)
+        return body + hmac.digest(keys.index_mac, body, "sha256")
 
     @classmethod
     def decode(cls, content: bytes, path: Path, capacity: int, keys: Keys) -> State:
@@ -440,11 +428,6 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Bank
     return header, keys, len(written)
 
 
-def encode_key(key: bytes) -> bytes:
-    """Return the content of a key file."""
-    return f"{_KEY_LINE}{key.hex()}\n".encode()
-
-
 def read_key(file: int, path: Path) -> bytes:
     """Read a key from an open file. Raises PadBankError: others may read it, or it is no key."""
     status = os.fstat(file)
@@ -455,10 +438,10 @@ def read_key(file: int, path: Path) -> bytes:
         "-rw------- (a key is for its owner alone)",
     )
     line = os.pread(file, 256, 0).decode("ascii", "replace")
-    found = re.fullmatch(f"{_KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
+    found = re.fullmatch(f"{KEY_LINE}([0-9a-f]{{{2 * KEY_BYTES}}})\n", line)
     if found is None:
         # Never quoted: what stands in a wrong place may be the key.
-        raise PadBankError(str(path), "another file", f"{_KEY_LINE}and {2 * KEY_BYTES} hex digits")
+        raise PadBankError(str(path), "another file", f"{KEY_LINE}and {2 * KEY_BYTES} hex digits")
     return bytes.fromhex(found[1])
 
 
@@ -482,14 +465,10 @@ def _key_id(key: bytes) -> bytes:
     return derive_key(key, b"tsqp pad bank key id")[:8]
 
 
-def _with_mac(body: bytes, key: bytes) -> bytes:
-    return body + hmac.digest(key, body, "sha256")
-
-
 def _whole_pages(body: bytes, keys: Keys) -> bytes:
     """Return the header's bytes as they stand in FILE: with their HMAC, and zeros up to a page."""
-    sealed = _with_mac(body, keys.header_mac)
-    return sealed + bytes(-len(sealed) % _PAGE)
+    sealed = body + hmac.digest(keys.header_mac, body, "sha256")
+    return sealed + bytes(-len(sealed) % 4096)
 
 
 def _check_written(where: str, found: bytes, written: bytes) -> None:

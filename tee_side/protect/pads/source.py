@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -25,7 +25,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized
 from tee_side.protect.masks.mask import AdditiveMask, Factors
-from tee_side.protect.pads.store import Draw, MadePads, PadStore, Words
+from tee_side.protect.pads.store import Draw, PadStore, Words
 from tee_side.protect.sites import SiteShape
 from tee_side.words import Site
 
@@ -60,52 +60,44 @@ TellLoad: TypeAlias = Callable[[Load], None]
 _NICENESS = 5
 
 
-class PadMaker:
-    """Computes u for what a store asks; memory is one site's weight and products."""
+def fill_pads(
+    mask: AdditiveMask,
+    weights: Weights,
+    store: PadStore,
+    tokens: int,
+    on_site: Callable[[int, int], None] | None = None,
+) -> None:
+    """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
 
-    def __init__(self, mask: AdditiveMask, weights: Weights) -> None:
-        self._mask = mask
-        self._weights = weights
+    Computes u for what the store asks; memory is one site's weight and products. `on_site`: called
+    with (sites done, sites in all) after each site.
 
-    def fill(
-        self, store: PadStore, tokens: int, on_site: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
-
-        `on_site`: called with (sites done, sites in all) after each site.
-
-        Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the
-        store has no room for so many.
-        """
-        sites, put = store.layout.sites, None
-        with (
-            store.begin(-(-tokens // store.group) * store.group) as batch,
-            ThreadPoolExecutor(1, "pads put") as writer,
-        ):
-            for done, site in enumerate(sites, start=1):
-                u_TO = self._products(site, batch.r(site.number))
-                if put is not None:
-                    put.result()
-                # A disk takes half as long as the products; what is next does not wait for it.
-                put = writer.submit(_put, batch, site.number, u_TO)
-                if on_site is not None:
-                    on_site(done, len(sites))
+    Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the store
+    has no room for so many.
+    """
+    sites, put = store.layout.sites, None
+    with (
+        store.begin(-(-tokens // store.group) * store.group) as batch,
+        ThreadPoolExecutor(1, "pads put") as writer,
+    ):
+        for done, site in enumerate(sites, start=1):
+            r_TI, weight_OI = mask.draw(batch.r(site.number)), weights(site)
+            # Ring elements, or the bits of float32. Biases come later.
+            u_TO = (
+                ring_product(r_TI, weight_OI)
+                if mask.arithmetic == "int8"
+                else (r_TI @ weight_OI.t()).view(torch.int32)
+            )
             if put is not None:
                 put.result()
-            batch.commit()
-
-    def _products(self, site: SiteShape, words_TI: torch.Tensor) -> torch.Tensor:
-        """Return u as int32 [T, O]: ring elements, or the bits of float32. Biases come later."""
-        r_TI, weight_OI = self._mask.draw(words_TI), self._weights(site)
-        if self._mask.arithmetic == "int8":
-            return ring_product(r_TI, weight_OI)
-        return (r_TI @ weight_OI.t()).view(torch.int32)
-
-
-# Inference mode is each thread's own, and a store may have been made in it.
-@torch.inference_mode()
-def _put(batch: MadePads, site: int, u_TO: torch.Tensor) -> None:
-    batch.put(site, u_TO)
+            # A disk takes half as long as the products; what is next does not wait for it.
+            # Inference mode is each thread's own, and a store may have been made in it.
+            put = writer.submit(torch.inference_mode()(batch.put), site.number, u_TO)
+            if on_site is not None:
+                on_site(done, len(sites))
+        if put is not None:
+            put.result()
+        batch.commit()
 
 
 def read_weights(
@@ -148,10 +140,11 @@ class BackgroundMaker:
 
     `wanted`: for how many tokens pads should be made now, under a load. `make`: makes them, and
     fails with TsqpError where that is no mistake of this program: a full disk, weights that
-    changed. It is called again when the load changes; `failure` is what it met last.
+    changed. It is called again when the load changes; `failure` is what it met last. None: what
+    cannot be made is never wanted.
     """
 
-    def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None]) -> None:
+    def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None] | None) -> None:
         self.failure: TsqpError | None = None
         self._wanted, self._make = wanted, make
         # Guards all below; `wanted` may be another number when it is notified.
@@ -159,7 +152,8 @@ class BackgroundMaker:
         # None while no thread is to run.
         self._load: Load | None = None
         self._makes = self._held_off = self._failed = False
-        self._mistake: BaseException | None = None
+        # Of the thread: what it met by a mistake of this program, too.
+        self._ended: Future[None] = Future()
 
     def notify(self) -> None:
         """Say that `wanted` may have changed."""
@@ -192,45 +186,37 @@ class BackgroundMaker:
         then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
         raised where the load is told, or when the block is left.
         """
-        self._load, self._failed, self._mistake = "idle", False, None
-        thread = threading.Thread(target=self._run, name="pads", daemon=True)
-        thread.start()
-        try:
-            yield self._set_load
-        finally:
-            with self._changed:
-                self._load = None
-                self._changed.notify_all()
-            thread.join()
-        self._raise_mistake()
+        self._load, self._failed = "idle", False
+        with ThreadPoolExecutor(1, "pads") as thread:
+            self._ended = thread.submit(self._run)
+            try:
+                yield self._set_load
+            finally:
+                with self._changed:
+                    self._load = None
+                    self._changed.notify_all()
+        self._ended.result()
 
     def _set_load(self, load: Load) -> None:
-        self._raise_mistake()
+        if self._ended.done():
+            self._ended.result()
         if self._load not in (None, load):
             with self._changed:
                 self._load, self._failed = load, False
                 self._changed.notify_all()
 
-    def _raise_mistake(self) -> None:
-        if self._mistake is not None:
-            raise self._mistake
-
     def _run(self) -> None:
         os.nice(_NICENESS)  # on Linux, of this thread
-        try:
-            while tokens := self._next_batch():
-                failure: TsqpError | None = None
-                try:
-                    self._make(tokens)
-                except TsqpError as error:
-                    failure = error
+        while self._make is not None and (tokens := self._next_batch()):
+            failure: TsqpError | None = None
+            try:
+                self._make(tokens)
+            except TsqpError as error:
+                failure = error
+            finally:
                 with self._changed:
                     self._makes, self._failed, self.failure = False, failure is not None, failure
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that tells the load
-            with self._changed:
-                self._makes, self._mistake = False, error
-                self._changed.notify_all()
 
     def _next_batch(self) -> int:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""
@@ -249,7 +235,8 @@ class Pads:
 
     Micro-batches draw from a `PadLane` each, once `ready` has said that there are enough.
     `when_out`: make more while the run waits, have the TEE compute rows that get none, or refuse
-    them. `maker`: None in a TEE without linear weights, which cannot make any. `ahead`: tokens that
+    them. `fill`: makes pads for so many tokens more, and puts them into the store, as `fill_pads`
+    does; None in a TEE without linear weights, which cannot make any. `ahead`: tokens that
     `background` keeps pads ready for while nothing runs, None for all that the store has room for;
     beside steps, half of them. `decode_share`: of these, what a prompt leaves to decode; None where
     it need not. `on_wait` is told how many are missing. `store` counts what there is.
@@ -259,7 +246,7 @@ class Pads:
         self,
         mask: AdditiveMask,
         store: PadStore,
-        maker: PadMaker | None,
+        fill: Callable[[int], None] | None,
         when_out: WhenOut,
         *,
         ahead: int | None = None,
@@ -268,14 +255,14 @@ class Pads:
     ) -> None:
         self.mask = mask
         self.store = store
-        self._maker = maker
+        self._fill = fill
         self.when_out: WhenOut = when_out
         # Tokens that pads are kept ready for.
         self._kept = store.capacity if ahead is None else min(ahead, store.capacity)
         self._decode_share = decode_share
         self._on_wait = on_wait
         self._batch_tokens = FIRST_BATCH_TOKENS
-        self.background = BackgroundMaker(self._missing, self._fill)
+        self.background = BackgroundMaker(self._missing, fill)
         # Totals for people: steps that found no pads left, by what was done instead.
         self.waited = 0
         self.in_tee = 0
@@ -298,7 +285,29 @@ class Pads:
         available = self.store.available
         if available < rows and self.when_out == "wait":
             self.waited += 1
-            self._make(rows)
+            self.store.check_usable()
+            if self._fill is None:
+                got = "no linear weights to make more from"
+                raise PadsExhaustedError("pads", got, f"{rows} in the bank")
+            PadsExhaustedError.unless(
+                rows <= self.store.capacity,
+                "pads",
+                f"room for {self.store.capacity} tokens",
+                f"{rows} (fewer --step-tokens need fewer at once)",
+            )
+            with self.background.held_off():
+                while (missing := rows - self.store.available) > 0:
+                    if self._on_wait is not None:
+                        self._on_wait(missing)
+                    wanted = min(self.store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
+                    PadsExhaustedError.unless(
+                        wanted > 0,
+                        "pads",
+                        f"room for {self.store.capacity} tokens, used by this step",
+                        f"{missing} more (fewer --step-tokens need fewer at once)",
+                    )
+                    self._fill(wanted)
+                    self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
             return rows
         return min(rows, available)
 
@@ -322,36 +331,6 @@ class Pads:
         self.background.notify()
         return taken
 
-    def _make(self, rows: int) -> None:
-        self.store.check_usable()
-        if self._maker is None:
-            raise PadsExhaustedError(
-                "pads", "no linear weights to make more from", f"{rows} in the bank"
-            )
-        PadsExhaustedError.unless(
-            rows <= self.store.capacity,
-            "pads",
-            f"room for {self.store.capacity} tokens",
-            f"{rows} (fewer --step-tokens need fewer at once)",
-        )
-        with self.background.held_off():
-            while (missing := rows - self.store.available) > 0:
-                if self._on_wait is not None:
-                    self._on_wait(missing)
-                wanted = min(self.store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
-                PadsExhaustedError.unless(
-                    wanted > 0,
-                    "pads",
-                    f"room for {self.store.capacity} tokens, used by this step",
-                    f"{missing} more (fewer --step-tokens need fewer at once)",
-                )
-                self._maker.fill(self.store, wanted)
-                self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
-
-    def _fill(self, tokens: int) -> None:
-        if self._maker is not None:
-            self._maker.fill(self.store, tokens)
-
     def _missing(self, load: Load) -> int:
         """Return for how many tokens pads are to be made next in the background.
 
@@ -359,7 +338,7 @@ class Pads:
         what is ready is used at full speed, and what it falls to is held. So many also where more
         requests wait than run: made later, they would be made between two tokens.
         """
-        kept = (self._kept if load == "idle" else self._kept // 2) if self._maker else 0
+        kept = self._kept if load == "idle" else self._kept // 2
         missing = min(self.store.room, kept - self.store.available)
         if load != "idle" and missing < BACKGROUND_BATCH_TOKENS:
             return 0

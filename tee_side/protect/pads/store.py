@@ -35,12 +35,10 @@ from protocol.errors import PadsExhaustedError
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 from tee_side.protect.sites import PadLayout, SiteShape
 
-Tensor: TypeAlias = torch.Tensor
-
 DEFAULT_BLOCK = 16
 
 # Waits for r and u of a draw that threads share.
-Words: TypeAlias = tuple[Tensor, Tensor]
+Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Draw: TypeAlias = Callable[[], Words]
 
 
@@ -288,7 +286,7 @@ class PadStore(ABC):
         """Note that these indices are about to be written, or raise."""
 
     @abstractmethod
-    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+    def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
         """Write u to the slots of these indices."""
 
     @abstractmethod
@@ -296,11 +294,11 @@ class PadStore(ABC):
         """Make everything written outlive a crash, or raise."""
 
     @abstractmethod
-    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
         """Write u into int32 [T, out_features]; whole groups without torch, for the threads."""
 
     @abstractmethod
-    def _read_all(self, indices: range) -> dict[int, Tensor]:
+    def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         """Return u int32 [T, out_features] of every site, by its number; under the lock."""
 
     def _let_go(self) -> None:
@@ -342,12 +340,12 @@ class MadePads:
         self._keystream = Keystream(store._key)
         self._missing = store._all_sites
 
-    def r(self, site: int) -> Tensor:
+    def r(self, site: int) -> torch.Tensor:
         """Return int32 [N, in_features], uniform over Z_2^32."""
         shape = self._store._sites[site]
         return self._keystream.rows(self.indices, site, shape.in_features)
 
-    def put(self, site: int, u_NO: Tensor) -> None:
+    def put(self, site: int, u_NO: torch.Tensor) -> None:
         """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
         shape = self._store._sites[site]
         self._check_open()
@@ -421,17 +419,17 @@ class MemoryStore(PadStore):
     def _persist(self, reserved: int, filled: int) -> None:
         """Nothing outlives this process, and a later one has another key."""
 
-    def _write(self, indices: range, site: SiteShape, u_NO: Tensor) -> None:
+    def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
         self._u[site.number][self._slots(indices)] = u_NO.numpy()
 
     def _sync(self) -> None:
         """Nothing is on a disk."""
 
-    def _read_into(self, indices: range, site: SiteShape, u_TO: Tensor) -> None:
+    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
         # Unlike "raise", "clip" writes straight into place.
         self._u[site.number].take(self._slots(indices), 0, u_TO.numpy(), "clip")
 
-    def _read_all(self, indices: range) -> dict[int, Tensor]:
+    def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         slots = self._slots(indices)
         return {number: torch.from_numpy(u.take(slots, 0)) for number, u in self._u.items()}
 
@@ -439,6 +437,6 @@ class MemoryStore(PadStore):
         return numpy.arange(indices.start, indices.stop) % self.capacity
 
 
-def _empty(rows: int, features: int) -> Tensor:
+def _empty(rows: int, features: int) -> torch.Tensor:
     # numpy asks the kernel for huge pages: the faults of small ones take longer than reading.
     return torch.from_numpy(numpy.empty((rows, features), numpy.int32))

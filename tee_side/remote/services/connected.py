@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from tee_side.remote.services.replicas import (
     log_waiting,
     warn,
 )
-
-log = logging.getLogger("tee_side")
 
 # How long a start waits for services that others stand in for.
 _GRACE_S = 1.0
@@ -56,8 +53,7 @@ class Services:
     @property
     def connected(self) -> int:
         """How many services are connected."""
-        members = [member for group in self._groups for member in group.members]
-        return sum(member.session is not None for member in members)
+        return sum(one.session is not None for group in self._groups for one in group.members)
 
     @property
     def waits(self) -> bool:

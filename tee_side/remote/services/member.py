@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, PendingChannel
 from protocol.errors import (
@@ -26,10 +26,8 @@ from protocol.messages import NONCE_BYTES, Arithmetic, InitReply, InitRequest, R
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import ModelConfig
 from protocol.prepared import Traffic
+from tee_side.protect.masks.mask import TransformKey
 from tee_side.remote.services.plan import ReplicaGroup, one_service
-
-if TYPE_CHECKING:
-    from tee_side.protect.masks.keyed import TransformKey
 
 # A handshake that is not answered by then is begun again, over a new connection.
 _HANDSHAKE_S = 5.0
@@ -39,10 +37,6 @@ _ATTESTED_HANDSHAKE_S = 30.0
 _PAUSE_S = 0.05
 # How long one attempt to connect a stream may take.
 _CONNECT_S = 0.02
-
-_SAME_MODEL = "start service and runner with the same model"
-_PROVISIONED = "start gpu-service with the directory that tsqp provision wrote with this key"
-_DIGESTS = ("provision_id", "model_digest", "linear_digest")
 
 
 class ServiceCheck:
@@ -66,7 +60,11 @@ class ServiceCheck:
     ) -> None:
         self._layers = config.num_hidden_layers
         self._arithmetic, self._whole_layers = arithmetic, whole_layers
-        self._hint = _SAME_MODEL if key is None else _PROVISIONED
+        self._hint = (
+            "start service and runner with the same model"
+            if key is None
+            else "start gpu-service with the directory that tsqp provision wrote with this key"
+        )
         # The sizes come first, because they tell a person more than a digest that covers them.
         self._expected: dict[str, object] = {
             "num_layers": config.num_hidden_layers,
@@ -95,29 +93,35 @@ class ServiceCheck:
         if not isinstance(reply, InitReply):
             raise ReplyError(f"Init reply from {endpoint}", type(reply).__name__, "InitReply")
 
-        def require(holds: bool, field: str, got: object, expected: object) -> None:
-            where = f"model at {endpoint}: {field}"
-            ModelMismatchError.unless(holds, where, str(got), str(expected))
-
-        said = {**reply.config.model_dump(), **{name: getattr(reply, name) for name in _DIGESTS}}
-        for name, ours in self._expected.items():
-            expected = f"{str(ours)[:16]} ({self._hint})"
-            require(said[name] == ours, name, str(said[name])[:16], expected)
-        start = (
-            f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or both)"
-        )
-        able = self._arithmetic in reply.arithmetic
-        require(able, "arithmetic", " and ".join(reply.arithmetic) or "none", start)
+        said = reply.config.model_dump() | vars(reply)
         first, last = layers or (0, self._layers - 1)
-        require(
-            reply.layers[0] <= first and reply.layers[1] >= last,
-            "layers",
-            "{}-{}".format(*reply.layers),
-            f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner --gpu"
-            " ENDPOINT=LAYERS)",
-        )
-        whole = "1: the policy has segments (gpu-service without --tensor-parallel)"
-        require(reply.ranks == 1 or not self._whole_layers, "ranks", reply.ranks, whole)
+        for holds, field, got, expected in (
+            *(
+                (said[name] == ours, name, str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})")
+                for name, ours in self._expected.items()
+            ),
+            (
+                self._arithmetic in reply.arithmetic,
+                "arithmetic",
+                " and ".join(reply.arithmetic) or "none",
+                f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or"
+                " both)",
+            ),
+            (
+                reply.layers[0] <= first and reply.layers[1] >= last,
+                "layers",
+                "{}-{}".format(*reply.layers),
+                f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
+                " --gpu ENDPOINT=LAYERS)",
+            ),
+            (
+                reply.ranks == 1 or not self._whole_layers,
+                "ranks",
+                str(reply.ranks),
+                "1: the policy has segments (gpu-service without --tensor-parallel)",
+            ),
+        ):
+            ModelMismatchError.unless(holds, f"model at {endpoint}: {field}", got, expected)
         return reply
 
 
@@ -186,9 +190,8 @@ class Member:
         self._options = options
         self._instances = instances
         self._total = total
-        # A connection on which Init was asked, and until when its answer is waited for.
-        self._handshake: tuple[PendingChannel, int, float] | None = None
-        self._nonce = b""
+        # A connection on which Init was asked, until when its answer is waited for, and its nonce.
+        self._handshake: tuple[PendingChannel, int, float, bytes] | None = None
         self._next_attempt = 0.0
 
     def try_connect(self, until: float) -> bool:
@@ -210,21 +213,32 @@ class Member:
         return self.session is not None
 
     def _try_connect(self, until: float) -> None:
+        options, group = self._options, self._group
         if self._handshake is None:
             now = time.monotonic()
             if now < self._next_attempt:
                 time.sleep(max(0.0, min(until, self._next_attempt) - now))
                 if until < self._next_attempt:
                     return
-            self._handshake = self._begin()
-        connection, request_id, give_up = self._handshake
+            connection = options.open(self.endpoint)
+            # Whatever goes wrong from here on closes it.
+            self._handshake = connection, 0, now, b""
+            connection.use_one_connection()
+            connection.traffic = self._total
+            attested = options.appraise is not None
+            within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
+            nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
+            give_up = time.monotonic() + within_s
+            request = InitRequest(nonce=nonce)
+            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
+            self._handshake = connection, request_id, give_up, nonce
+        connection, request_id, give_up, nonce = self._handshake
         if not connection.arrived(request_id, until) and time.monotonic() < give_up:
             return
-        options, group = self._options, self._group
         response = connection.wait(request_id).response
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
-            options.appraise(self.endpoint, reply.statement, self._nonce)
+            options.appraise(self.endpoint, reply.statement, nonce)
         here = (group.share, self.endpoint)
         share, where = self._instances.setdefault(reply.instance_id, here)
         if where != self.endpoint:
@@ -240,22 +254,6 @@ class Member:
             channel = options.link(connection, options.timeout_s)
         self._handshake, self.error = None, None
         self.session = Session(self, connection, channel)
-
-    def _begin(self) -> tuple[PendingChannel, int, float]:
-        connection = self._options.open(self.endpoint)
-        try:
-            connection.use_one_connection()
-            connection.traffic = self._total
-            attested = self._options.appraise is not None
-            within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
-            self._nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
-            give_up = time.monotonic() + within_s
-            request = InitRequest(nonce=self._nonce)
-            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
-        except BaseException:
-            connection.close()
-            raise
-        return connection, request_id, give_up
 
     def lose(self, error: TsqpError) -> None:
         """Note that it cannot be asked now. Its session, if any, is for the caller to close."""

@@ -8,7 +8,7 @@ on is in the clear unless the operator says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,11 @@ from protocol.messages import MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
-from tee_side.words import LAYER_RANGE, PRODUCTS, LayerRange, Operator, is_projection
+from tee_side.words import LAYER_RANGE, LayerRange, Operator, is_projection
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys
 
-GRAMMAR = "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3"
 WITHOUT_COLUMNS = (
     "no columns, which were removed: several GPUs of a host are one gpu-service with"
     " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
@@ -36,8 +35,6 @@ _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
 _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
-_RING_ITEMSIZE = 4
-_NO_PATH = ("tcp", "vsock", "http", "https")
 
 
 def _require(holds: object, got: object, expected: str) -> None:
@@ -62,8 +59,12 @@ class ServiceSpec:
         endpoint, layers, share = match.groups() if match else (text, None, None)
         _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
         # Neither = nor , is in a host, a port, a number or a path of ours.
-        odd = endpoint.partition("://")[0] in _NO_PATH and set("=,") & set(endpoint)
-        _require(not odd and ",share" not in endpoint, repr(text), GRAMMAR)
+        no_path = endpoint.startswith(("tcp://", "vsock://", "http://", "https://"))
+        _require(
+            ",share" not in endpoint and not (no_path and set("=,") & set(endpoint)),
+            repr(text),
+            "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
+        )
         parse_endpoint(endpoint)
         try:
             found = LayerRange.parse(layers) if layers else None
@@ -167,28 +168,25 @@ def plan_services(
         _require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
         groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
     ordered = sorted(groups.items())
+    end = (num_layers, num_layers, "the model's end")
     for share in range(1, policy.services + 1):
-        parts = {(first, last): alike[0] for (its, first, last), alike in ordered if its == share}
-        _check_cover(parts, num_layers)
+        # Its parts, in order, have each layer once.
+        parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == share]
+        begin, before = 0, "the model's first layer"
+        for first, last, named in (*parts, end):
+            _require(
+                first <= begin,
+                f"no service for layers {LayerRange(begin, first - 1)}, between {before} and"
+                f" {named}",
+                f"each of the layers 0-{num_layers - 1}, for each share",
+            )
+            overlap = f"{before} and {named}, which overlap"
+            _require(first >= begin, overlap, "the same layers, or none in common")
+            begin, before = last + 1, str(named)
     return tuple(
         ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
         for where, alike in ordered
     )
-
-
-def _check_cover(parts: Mapping[tuple[int, int], ServiceSpec], num_layers: int) -> None:
-    """Check that parts, in order, have each layer once. Raises SettingsError."""
-    begin, before = 0, "the model's first layer"
-    ends = {(num_layers, num_layers): "the model's end"}
-    for (first, last), named in [*parts.items(), *ends.items()]:
-        _require(
-            first <= begin,
-            f"no service for layers {LayerRange(begin, first - 1)}, between {before} and {named}",
-            f"each of the layers 0-{num_layers - 1}, for each share",
-        )
-        overlap = f"{before} and {named}, which overlap"
-        _require(first >= begin, overlap, "the same layers, or none in common")
-        begin, before = last + 1, str(named)
 
 
 def check_links(
@@ -225,10 +223,9 @@ def check_links(
     if policy.services < 2:
         return True
     holders: dict[bytes, ServiceSpec] = {}
-    secured = [own is not None for own in keys]
-    for number, (spec, own) in enumerate(zip(specs, keys, strict=True)):
+    secured = True
+    for spec, own in zip(specs, keys, strict=True):
         if spec.endpoint.startswith("https://"):
-            secured[number] = True
             # What ends TLS there has one key, however many paths and services are behind it.
             ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
             other = holders.setdefault(ends_at, spec)
@@ -244,6 +241,7 @@ def check_links(
                 " shares: services that do not collude share no key",
             )
         else:
+            secured = False
             to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
             leaves = is_beyond_loopback(spec.endpoint) or to_host
             _require(
@@ -253,7 +251,7 @@ def check_links(
                 f" links of policy {policy.name} adds the shares and reads prompt and answer"
                 + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
             )
-    return all(secured)
+    return secured
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:
@@ -276,13 +274,18 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
     `step_tokens`: rows of a step; `dtype`: of the TEE. Attention products are [K, G * T, S] with as
     many keys as the model has positions.
     """
-    sizes = [init_reply_bytes(config)]
+    sizes, heads = [init_reply_bytes(config)], config.num_attention_heads
+    products: dict[Operator, int] = {
+        "attn_scores": heads * config.max_position_embeddings,
+        "attn_values": heads * config.head_dim,
+    }
     for operator, placement in policy.leaving():
-        elements = MaskRules(placement.mask).most_rows(step_tokens) * _row_elements(
-            operator, config
-        )
-        integers = policy.arithmetic == "int8" and is_projection(operator)
-        sizes.append(elements * (_RING_ITEMSIZE if integers else dtype.itemsize))
+        # How many numbers come back for each row that was sent, and of how many bytes.
+        numbers, itemsize = products.get(operator, config.hidden_size), dtype.itemsize
+        if is_projection(operator):
+            numbers = config.row_layout(operator)[1][0]
+            itemsize = torch.int32.itemsize if policy.arithmetic == "int8" else itemsize
+        sizes.append(MaskRules(placement.mask).most_rows(step_tokens) * numbers * itemsize)
     attested = policy.service.attested != "none"
     return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
 
@@ -291,14 +294,3 @@ def init_reply_bytes(config: ModelConfig) -> int:
     """Return a bound in bytes for an Init reply, without its header's fixed part."""
     norms = 2 * config.num_hidden_layers + 1
     return norms * (4 * config.hidden_size + _NORM_BYTES) + 4 * config.head_dim
-
-
-def _row_elements(operator: Operator, config: ModelConfig) -> int:
-    """Return how many numbers come back for each row that was sent."""
-    if is_projection(operator):
-        return config.row_layout(operator)[1][0]
-    if operator == "attn_scores":
-        return config.num_attention_heads * config.max_position_embeddings
-    if operator in PRODUCTS:
-        return config.num_attention_heads * config.head_dim
-    return config.hidden_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -48,10 +49,6 @@ _MAX_BACK_OFF_S = 0.2
 # one that passes Init and says so time after time is not about to end.
 _MOST_LOSSES = 5
 
-# What a service says that may be over in a moment; it is asked again.
-_PASSING = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED)
-
-
 # Of errors of different kinds, the one that says most of what to do. A ProtocolError has a code.
 _GRAVEST = (VerificationError, ModelMismatchError, ReplyError)
 
@@ -85,34 +82,19 @@ class _InFlight:
     timeout_s: float
     session: Session | None = None
     inner_id: int = 0
-    troubles: dict[Member, _Trouble] = field(default_factory=dict)
-
-    def message(self) -> Request:
-        """Return the whole of it."""
-        if isinstance(self.request, PreparedRequest):
-            return self.request.request(self.payload)
-        return self.request
-
-    def send(self, channel: Channel, timeout_s: float) -> int:
-        """Send it on a channel, and return its id there."""
-        if isinstance(self.request, PreparedRequest):
-            return channel.start(self.request, self.payload, timeout_s)
-        return channel.submit(self.request, timeout_s)
-
-    def trouble(self, member: Member) -> _Trouble:
-        """Return what went wrong at a service so far."""
-        return self.troubles.setdefault(member, _Trouble())
+    # What went wrong at each service so far.
+    troubles: dict[Member, _Trouble] = field(default_factory=lambda: defaultdict(_Trouble))
 
     def note_lost(self, member: Member, error: TsqpError) -> None:
         """Note that a connection was of no more use."""
-        trouble = self.trouble(member)
+        trouble = self.troubles[member]
         trouble.error = error
         trouble.losses += 1
         trouble.refused |= trouble.losses >= _MOST_LOSSES
 
     def may_ask(self, member: Member) -> bool:
         """Say whether a service may be asked, now or later."""
-        return member.quarantined is None and not self.trouble(member).refused
+        return member.quarantined is None and not self.troubles[member].refused
 
 
 class Replicas(Channel):
@@ -275,12 +257,16 @@ class Replicas(Channel):
         if left_s <= 0:
             return
         order = [self._current, *(one for one in self.members if one is not self._current)]
-        for member in sorted(order, key=lambda one: in_flight.trouble(one).free_at > 0):
-            session, free_at = member.session, in_flight.trouble(member).free_at
+        for member in sorted(order, key=lambda one: in_flight.troubles[one].free_at > 0):
+            session, free_at = member.session, in_flight.troubles[member].free_at
             if session is None or not in_flight.may_ask(member) or free_at > now:
                 continue
             try:
-                in_flight.inner_id = in_flight.send(session.channel, left_s)
+                in_flight.inner_id = (
+                    session.channel.start(in_flight.request, in_flight.payload, left_s)
+                    if isinstance(in_flight.request, PreparedRequest)
+                    else session.channel.submit(in_flight.request, left_s)
+                )
             except BaseException as error:  # noqa: BLE001 - raised again there, or noted
                 self._note_unsent(in_flight, session, error)
             else:
@@ -298,13 +284,14 @@ class Replicas(Channel):
         """
         in_flight.session = None
         member = session.member
-        trouble = in_flight.trouble(member)
+        trouble = in_flight.troubles[member]
         trouble.error = error
-        unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
-        of_segment = in_flight.request.method == SegmentRequest.method
-        message = in_flight.message() if unknown and of_segment else None
-        if isinstance(message, SegmentRequest) and message.goes_on:
-            raise error  # no other service has the session either
+        if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
+            message = in_flight.request
+            if isinstance(message, PreparedRequest):
+                message = message.request(in_flight.payload)
+            if isinstance(message, SegmentRequest) and message.goes_on:
+                raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
             in_flight.note_lost(member, error)
             self._drain(session, error)
@@ -312,7 +299,8 @@ class Replicas(Channel):
             if error.code is ErrorCode.QUEUE_FULL:
                 known = member.queue_limits
                 trouble.error = ServiceError(error.where, code=error.code, known=known)
-            if error.code in _PASSING:
+            # What may be over in a moment: it is asked again.
+            if error.code in (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED):
                 trouble.pause_s = min(_MAX_BACK_OFF_S, 2 * trouble.pause_s or _BACK_OFF_S)
                 trouble.free_at = time.monotonic() + trouble.pause_s
             else:
@@ -416,7 +404,7 @@ class Replicas(Channel):
         lost = [member for member in left if member.session is None]
         self.waits = lost == left
         # Those that are ready have said that they have no room.
-        free = [in_flight.trouble(one).free_at or now for one in left if one.session is not None]
+        free = [in_flight.troubles[one].free_at or now for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])
         for member in lost:
             alone = len(lost) == 1 and self._told
@@ -440,7 +428,7 @@ class Replicas(Channel):
     def _fail(self, in_flight: _InFlight, timeout_s: float | None) -> NoReturn:
         said: dict[str, TsqpError] = {}
         for member in self.members:
-            error = member.quarantined or in_flight.trouble(member).error or member.error
+            error = member.quarantined or in_flight.troubles[member].error or member.error
             if error is not None:
                 said[member.endpoint] = error
         raise aggregate_errors(in_flight.request.method, said, timeout_s)
@@ -458,8 +446,7 @@ def log_waiting(endpoint: str, deadline: float, option: str) -> None:
 
 def warn(event: str, member: Member, error: TsqpError) -> None:
     """Log what became of a service."""
-    fields = {"endpoint": member.endpoint, "detail": str(error)}
-    log.warning(event, extra={"fields": fields})
+    log.warning(event, extra={"fields": {"endpoint": member.endpoint, "detail": str(error)}})
 
 
 def aggregate_errors(

@@ -10,9 +10,10 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
-from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
+from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
@@ -318,10 +319,10 @@ def pad_bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: boo
 
 
 def _write_bank(model: Path, policy: Policy, tokens: int, path: Path, zeros: bool) -> None:
-    store, maker = _new_bank(model, policy, tokens, path)
+    store, make = _new_bank(model, policy, tokens, path)
     with store:
         if not zeros:
-            maker.fill(store, tokens)
+            make(tokens)
             return
         for first in range(0, store.capacity, BATCH_TOKENS):
             count = min(BATCH_TOKENS, store.capacity - first)
@@ -331,7 +332,9 @@ def _write_bank(model: Path, policy: Policy, tokens: int, path: Path, zeros: boo
                 batch.commit()
 
 
-def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[BankFile, PadMaker]:
+def _new_bank(
+    model: Path, policy: Policy, tokens: int, path: Path
+) -> tuple[BankFile, Callable[[int], None]]:
     """Return an empty bank for a policy's one mask, and what fills it."""
     config, checkpoint = read_config(model), Checkpoint(model)
     ((mask, layout),) = pad_layouts(policy, config).items()
@@ -344,7 +347,8 @@ def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[Ban
     )
     place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)
     store = BankFile.create(place, purpose, capacity=groups * MAX_GROUP, group=MAX_GROUP)
-    return store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
+    weights = read_weights(checkpoint, config, mask.arithmetic)
+    return store, partial(fill_pads, mask, weights, store)
 
 
 def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
@@ -353,12 +357,12 @@ def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
     By this process's threads. `path`: of the bank, which is removed again. The weights' values make
     no difference to time. Raises TsqpError.
     """
-    store, maker = _new_bank(model, policy, TIMED_PADS, path)
+    store, make = _new_bank(model, policy, TIMED_PADS, path)
     try:
         with store:
-            maker.fill(store, TIMED_PADS - PAD_BATCH)  # reads the weights a first time
+            make(TIMED_PADS - PAD_BATCH)  # reads the weights a first time
             started, cpu_before = time.perf_counter_ns(), cpu_ns()
-            maker.fill(store, PAD_BATCH)
+            make(PAD_BATCH)
             cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
     finally:
         remove_bank(path)

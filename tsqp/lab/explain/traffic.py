@@ -33,6 +33,7 @@ from protocol.tensors import WireTensor, from_torch
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
+from tee_side.protect.calibration import SiteScales
 from tee_side.protect.masking import Hide, MaskRules, linear_masking
 from tee_side.protect.masks.mask import (
     AdditiveMask,
@@ -43,7 +44,7 @@ from tee_side.protect.masks.mask import (
     Masked,
 )
 from tee_side.protect.randomness import KEY_BYTES, Randomness
-from tee_side.protect.sites import FloatSite
+from tee_side.protect.sites import FloatSite, IntegerSite
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import CallSettings, plan_linear, run
 from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
@@ -161,21 +162,6 @@ class _Recorder(AtOnce):
         return self._submitted
 
 
-@dataclass(frozen=True, slots=True)
-class _ZeroSite:
-    """Integers of the right dtype: what scales there are does not change a size."""
-
-    dtype: torch.dtype
-
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return int32 elements."""
-        return x_TI.to(torch.int32)
-
-    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
-        """Return floats."""
-        return y_TO.to(self.dtype)
-
-
 async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
     return await asked
 
@@ -271,12 +257,14 @@ class StepTraffic:
         R = config.num_attention_heads // K * rows
         self._log.clear()
         if is_projection(operator) and operator in self._policy.projections:
-            _, (_, in_features) = config.row_layout(operator)
+            _, (width, in_features) = config.row_layout(operator)
+            # What scales there are does not change a size.
+            scales = SiteScales(1.0, torch.ones(width), 1.0, 1.0)
             sent = outputs if operator == "lm_head" else rows
             integers, site = self._policy.arithmetic == "int8", (0, operator)
             linear = plan_linear(
                 site,
-                _ZeroSite(dtype) if integers else FloatSite(),
+                IntegerSite(scales, dtype=dtype) if integers else FloatSite(),
                 self._hide(mask, site),
                 MaskRules(mask),
                 UNVERIFIED,  # results are zeros, and what they are checked with sends nothing

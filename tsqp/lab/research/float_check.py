@@ -11,7 +11,7 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import Blocks, Claim, InTime, Weights, rows_of_part
+from tee_side.protect.verification import Blocks, Checks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8
@@ -338,23 +338,16 @@ def product_holds(
 # ------------------------------------------------------------------------- weights of linear sites
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FloatSecrets:
+class FloatSecrets(Checks):
     """What the linear operators that a policy verifies are checked with; see `Checks`."""
 
-    weights: Weights
-    vectors: Mapping[Site, FloatCheck] = field(repr=False)
-
     @staticmethod
-    def draw(sites: Iterable[Site], weights: Weights, randomness: Randomness) -> FloatSecrets:
-        """Read every weight of `sites`, one at a time, and draw its vectors. Raises ModelError."""
-        vectors = {}
-        for site in sites:
-            weight = load_linear(
-                weights.checkpoint, weights.config, *site, dtype=weights.dtype, device=CPU
-            ).weight
-            vectors[site] = FloatCheck.draw(weight, randomness)
-        return FloatSecrets(weights, vectors)
+    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> FloatCheck:
+        """Read the weight of a site, and draw its vectors. Raises ModelError."""
+        weight = load_linear(
+            weights.checkpoint, weights.config, *site, dtype=weights.dtype, device=CPU
+        ).weight
+        return FloatCheck.draw(weight, randomness)
 
     def check(self, site: Site, mask: Mask | None) -> FloatProductCheck:
         """See `Checks.check`."""

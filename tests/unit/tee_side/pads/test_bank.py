@@ -352,7 +352,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Path) -> No
 
 
 def _witness(folder: Path) -> Path:
-    bank_id = read_bank_status(place(folder)).header.bank_id
+    bank_id = read_bank_status(place(folder))[0].bank_id
     return place(folder).witness_file(bank_id)
 
 
@@ -462,7 +462,7 @@ def test_a_witness_that_cannot_be_written_costs_its_pads_and_nothing_else(
         # that was written once never moves back.
         assert witness.read_bytes() != index.read_bytes()
         fill(bank, 1)
-        assert read_bank_status(place(tmp_path)).next_index == 2
+        assert read_bank_status(place(tmp_path))[1].reserved == 2
     with reopen(tmp_path) as bank:
         assert bank.take(1) == range(2, 3)
 

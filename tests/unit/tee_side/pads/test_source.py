@@ -6,7 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,11 +19,11 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, PadMaker, Pads, WhenOut
+from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
-from tee_side.words import Site
+from tee_side.words import PROJECTIONS, Site
 from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
@@ -126,7 +126,7 @@ def _pads(
     store, made = MemoryStore(LAYOUT, capacity), Maker()
     if ready:
         fill(store, ready)
-    return Pads(Pad(), store, cast("PadMaker", made), when_out, **more), store, made
+    return Pads(Pad(), store, lambda n: made.fill(store, n), when_out, **more), store, made
 
 
 def _step(lane: PadLane, rows: int) -> list[Factors]:
@@ -270,8 +270,7 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
         maker = source.BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
-            with maker._changed:
-                assert maker._changed.wait_for(lambda: maker._mistake is not None, WAIT_S)
+            assert maker._ended.exception(WAIT_S) is not None
             inside(tell_load)
 
     with pytest.raises(RuntimeError, match="a second batch"):
@@ -280,7 +279,7 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
         run(lambda _: None)
     with pytest.raises(KeyError):  # an error of the block's own
         run(lambda _: {}["missing"])
-    assert "pads" not in [thread.name for thread in threading.enumerate()]
+    assert "pads_0" not in [thread.name for thread in threading.enumerate()]
 
 
 # More rows than a block of digits, and fewer.
@@ -290,18 +289,18 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
 ) -> None:
     directory = saved_model("qwen2").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    store = MemoryStore(PadLayout.of(config), 64)
+    store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 64)
     told, checked = list[tuple[int, int]](), list[Site]()
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
-    maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", check))
-    maker.fill(store, count, lambda *done: told.append(done))
-    maker.fill(store, 1)
+    weights = source.read_weights(checkpoint, config, "int8", check)
+    fill_pads(Pad(), weights, store, count, lambda *done: told.append(done))
+    fill_pads(Pad(), weights, store, 1)
     assert checked == [site.site for site in store.layout.sites]
-    assert told == [(done, 13) for done in range(1, 14)]
+    assert told == [(done, 15) for done in range(1, 16)]
     assert store.available == count + 1
     indices = store.take(count)
     for site in store.layout.sites:
@@ -316,17 +315,17 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
     """A store without room, and weights that fail their check."""
     directory = saved_model("llama").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
-    store = MemoryStore(PadLayout.of(config), 4)
+    store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 4)
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         if site == (1, "down_proj"):
             raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
 
     def refused(error: type[Exception], match: str, tokens: int, *more: Any) -> None:
-        maker = PadMaker(Pad(), source.read_weights(checkpoint, config, "int8", *more))
+        weights = source.read_weights(checkpoint, config, "int8", *more)
         for _ in range(2):  # however often they are asked for
             with pytest.raises(error, match=match):
-                maker.fill(store, tokens)
+                fill_pads(Pad(), weights, store, tokens)
         assert (store.available, store.room) == (0, 4)
 
     refused(ValueError, "got 5 to fill", 5)
@@ -335,8 +334,8 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
-        assert pads._maker is not None
-        pads._maker.fill(pads.store, 1)
+        assert pads._fill is not None
+        pads._fill(1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(

@@ -112,7 +112,7 @@ def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
 @given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), count=st.integers(0, 100))
 def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, count: int) -> None:
     stream, expected = Keystream(KEY), _blocks(KEY, index << 64 | site << 32, 7)
-    assert stream.bytes(index, site, count) == expected[:count]
+    assert stream._drawn(range(index, index + 1), {site: count}) == expected[:count]
     if index < 2**64 - 2:
         rows = stream.rows(range(index, index + 2), site, 6)
         following = _blocks(KEY, (index + 1) << 64 | site << 32, 2)
@@ -125,7 +125,7 @@ def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, co
 )
 def test_keystream_refuses_counters_that_would_meet(index: int, site: int, count: int) -> None:
     with pytest.raises(ValueError, match="keystream: got"):
-        Keystream(KEY).bytes(index, site, count)
+        Keystream(KEY)._drawn(range(index, index + 1), {site: count})
     if count == 4:
         words = torch.zeros(1, 1, dtype=torch.int32)
         with pytest.raises(ValueError, match="keystream: got"):

@@ -244,7 +244,7 @@ def test_the_rank_that_computed_wrongly_is_named(
     plan.check = _check(model, held=False)
     until = fault_attribution.time.monotonic() + left_s
     with pytest.raises(VerificationError) as caught:
-        refuse(plan, [prepared], [sent], [exchange], until, well_formed=True)
+        refuse(plan, [prepared], [sent], [exchange], until)
     assert caught.value.got == f"a wrong result{said}"
 
 
