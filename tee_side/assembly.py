@@ -33,7 +33,6 @@ from tee_side.model.operators import (
     load_site,
     not_here,
     place,
-    tables_of,
 )
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy, Segment
@@ -259,7 +258,8 @@ class Assembly:
             return self._lane(settings, randomness, observer, only)
 
         lanes = [lane(index) for index in range(micro_batches)]
-        spares = range(micro_batches, micro_batches + len(tables_of(lanes[0])) - 1)
+        tables = {*map(id, (*lanes[0].tables.values(), *lanes[0].withheld.values()))}
+        spares = range(micro_batches, micro_batches + len(tables) - 1)
         return [*lanes, *(replace(lane(index), spare=True) for index in spares)]
 
     def _lane(
@@ -334,7 +334,7 @@ class Assembly:
         tables = made()
         apart = pads or tables["decode"].head_in_segment
         withheld = made(withheld=True) if apart else tables
-        model = self._model.observed(settings.observer)
+        model = replace(self._model, observer=settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.abc import ExecutionLoader
-from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from importlib.util import decode_source, module_from_spec
+from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeGuard, TypeVar
@@ -69,20 +67,6 @@ def read_checked(path: Path) -> bytes:
     return content
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _CheckedSource(ExecutionLoader):
-    """Runs a module from bytes that were read before."""
-
-    _path: str
-    _content: bytes
-
-    def get_filename(self, _fullname: str) -> str:
-        return self._path
-
-    def get_source(self, _fullname: str) -> str:
-        return decode_source(self._content)
-
-
 def load_module(path: Path) -> ModuleType:
     """Run a Python file as a module, once per process and path.
 
@@ -102,12 +86,12 @@ def load_module(path: Path) -> ModuleType:
         raise PluginError(
             str(path), error.strerror or type(error).__name__, "a readable file"
         ) from None
-    loader = _CheckedSource(str(resolved), content)
-    module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
+    module = ModuleType(name)
     module.__file__ = str(resolved)
     sys.modules[name], _sources[name] = module, content
     try:
-        loader.exec_module(module)
+        code = compile(decode_source(content), str(resolved), "exec", dont_inherit=True)
+        exec(code, vars(module))  # noqa: S102 - what a person named, to be run
     except Exception as error:
         # Whatever a user's file raises is the user's to read, as one line.
         del sys.modules[name]

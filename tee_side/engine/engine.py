@@ -9,7 +9,7 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
-from tee_side.engine.request import Logprob, Request, SamplingSettings
-from tee_side.engine.sampling import Sampler, settings_of_sample
+from tee_side.engine.request import (
+    Logprob,
+    Request,
+    Sampler,
+    SamplingSettings,
+    settings_of_sample,
+)
 from tee_side.engine.step import (
     Part,
-    PartResult,
     Refuse,
     Rows,
     Sampled,
@@ -299,17 +303,17 @@ class Engine:
         except (SessionLostError, LimitError) as error:
             self._give_up(parts, error)
             return []
-        given = [
-            given
-            for part, result in zip(parts, results, strict=True)
-            for given in _given(part.rows, result)
-        ]
-        read = [self._read(*one) for one in given]
+        given = []
+        for part, (logits_NV, hidden_RD) in zip(parts, results, strict=True):
+            logits = logits_NV.split([one.outputs for one in part.rows])
+            hidden = hidden_RD.split([len(one.read) for one in part.rows])
+            for rows, its_NV, its_RD in zip(part.rows, logits, hidden, strict=True):
+                given.append((rows, its_NV, its_RD, self._read(rows, its_RD)))
         # From here on nothing can fail: the step counts for every sequence, or for none.
         sampled: list[Sampled] = []
-        for (rows, logits_NV, hidden_RD), logprobs in zip(given, read, strict=True):
+        for rows, its_NV, its_RD, logprobs in given:
             try:
-                sampled += self._count(rows, logits_NV, hidden_RD, logprobs)
+                sampled += self._count(rows, its_NV, its_RD, logprobs)
             except TsqpError as error:  # a grammar whose next mask would be too costly
                 self.refuse(rows.sequence, error)
         self.counts.steps += 1
@@ -330,7 +334,7 @@ class Engine:
             if not sequence.cache.length:
                 sequence.reused_tokens = 0
 
-    def _read(self, rows: Rows, _logits_NV: torch.Tensor, hidden_RD: torch.Tensor) -> list[Logprob]:
+    def _read(self, rows: Rows, hidden_RD: torch.Tensor) -> list[Logprob]:
         reader, start = rows.sequence.reader, rows.sequence.cache.length
         if reader is None:
             return []
@@ -385,15 +389,6 @@ class Engine:
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generation_tokens += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
-
-
-def _given(
-    rows: abc.Sequence[Rows], result: PartResult
-) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
-    """Cut what came of a part into the logits [N, V] and hidden states [R, D] of each sequence."""
-    logits = result.logits_NV.split([one.outputs for one in rows])
-    hidden = result.hidden_RD.split([len(one.read) for one in rows])
-    return zip(rows, logits, hidden, strict=True)
 
 
 def _drafts(request: Request) -> Drafts:

@@ -169,7 +169,8 @@ class SegmentCall:
         except ServiceError as error:
             raise self._refused(error, batch) from None
         for chunk in batch.chunks:
-            chunk.cache.note_written(range(first, last + 1), chunk.behind + chunk.tokens)
+            rows_there = [chunk.behind + chunk.tokens] * (last + 1 - first)
+            chunk.cache.written[first : last + 1] = rows_there
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
     def _hide(self, operand: _Rows) -> Masked:
