@@ -113,7 +113,7 @@ def _measure(model: Path, transport: str, rounds: int, calls: int) -> list[Field
             for gpu in ((endpoints[0],), tuple(endpoints))
         )
         one, two = (place.enter_context(Runner(each)) for each in settings)
-        channels = [*plain, one._services.at(0)[0], two._services.at(0)[0]]
+        channels = [*plain, one.services.at(0)[0], two.services.at(0)[0]]
         rpc = in_turns([_calls(channel, one, calls) for channel in channels], rounds, _WARM_UP)
         token = _tokens(two, channels, rounds)
     return [_result("small RPC", transport, rpc, calls), _result("token", transport, token, 1)]

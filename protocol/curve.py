@@ -173,7 +173,7 @@ def checked_key(text: str, where: str) -> bytes:
 def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[str, os.stat_result]:
     """Read a small text file, and whose it is. Raises KeyFileError, and what `check` raises."""
     where = str(path)
-    try:
+    with KeyFileError.for_os(where, "a file of keys"):
         # Not to wait for the writer of a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -181,10 +181,6 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
             plain = stat.S_ISREG(status.st_mode)
             KeyFileError.unless(plain, where, "no regular file", "a file of keys")
             content = file.read(limit + 1)
-    except OSError as error:
-        raise KeyFileError(
-            where, error.strerror or type(error).__name__, "a file of keys"
-        ) from None
     KeyFileError.unless(
         len(content) <= limit, where, "a larger file", f"at most {limit} bytes of keys"
     )

@@ -254,7 +254,7 @@ class Assembly:
         settings = CallSettings(channels_at, timeout_s, None)
 
         def lane(index: int) -> MicroBatchOperators:
-            observer = None if observers is None else observers.lane(index)
+            observer = None if observers is None else observers(index)
             return self._lane(settings, randomness, observer, only)
 
         lanes = [lane(index) for index in range(micro_batches)]

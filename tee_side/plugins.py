@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -80,12 +80,8 @@ def load_module(path: Path) -> ModuleType:
         return sys.modules[name]
     there = resolved.suffix == ".py" and resolved.is_file()
     PluginError.unless(there, str(path), "no such file", "a Python file (.py)")
-    try:
+    with PluginError.for_os(str(path), "a readable file"):
         content = read_checked(path)
-    except OSError as error:
-        raise PluginError(
-            str(path), error.strerror or type(error).__name__, "a readable file"
-        ) from None
     module = ModuleType(name)
     module.__file__ = str(resolved)
     sys.modules[name], _sources[name] = module, content
@@ -144,12 +140,11 @@ def classes_in(module: ModuleType, base: type[Any]) -> list[type[Any]]:
     return [
         found
         for found in vars(module).values()
-        if _is_one(found, base) and found.__module__ == module.__name__ and "name" in vars(found)
+        if inspect.isclass(found)
+        and issubclass(found, base)
+        and found.__module__ == module.__name__
+        and "name" in vars(found)
     ]
-
-
-def _is_one(found: object, base: type[Base]) -> TypeGuard[type[Base]]:
-    return inspect.isclass(found) and issubclass(found, base)
 
 
 @dataclass(frozen=True)
@@ -180,8 +175,8 @@ class Kind(Generic[Base]):
         if name in self.builtin:
             return self.builtin[name]
         if (entry := one_entry_point(self.group, name)) is not None:
-            found = load_entry_point(entry)
-            if _is_one(found, self.base):
+            found: type[Base] = load_entry_point(entry)
+            if inspect.isclass(found) and issubclass(found, self.base):
                 return found
             raise self.error(
                 f"entry point {entry.value}", describe(found), f"a subclass of {self.words}"

@@ -45,7 +45,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._raw = tokenizer
+        self._raw = tokenizer.raw
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         # That passed a trial, by owner and digest: how long a grammar takes tells no other owner
@@ -101,9 +101,9 @@ class GrammarCompiler:
         """The library's own reading of the vocabulary; a second of work for a large one."""
         from llguidance import LLTokenizer
 
-        size = max(self._vocab_size, self._raw.vocabulary_size)
+        size = max(self._vocab_size, self._raw.get_vocab_size())
         try:
-            return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
+            return LLTokenizer(self._raw.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ModelError(
                 "tokenizer", str(error)[:160], "one that llguidance can read, and an EOS token"

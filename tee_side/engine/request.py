@@ -149,7 +149,9 @@ class Sampler:
             torch.tensor(list(settings.logit_bias), dtype=torch.int64),
             torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32),
         )
-        self._seen = None if _penalties(settings) == (1.0, 0.0, 0.0) else _Seen(prompt_tokens)
+        factor, frequency = settings.repetition_penalty, settings.frequency_penalty
+        penalized = (factor, frequency, settings.presence_penalty) != (1.0, 0.0, 0.0)
+        self._seen = _Seen(prompt_tokens) if penalized else None
         self._words_V = np.empty(0, dtype=np.uint32)
         self._generator = torch.Generator()
         seed = settings.seed if settings.seed is not None else secrets.randbits(63)
@@ -219,10 +221,6 @@ class _Seen:
         self._read = len(ids)
 
 
-def _penalties(settings: SamplingSettings) -> tuple[float, float, float]:
-    return settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty
-
-
 def penalize(
     scores_V: torch.Tensor,
     any_V: torch.Tensor,
@@ -234,7 +232,8 @@ def penalize(
     `any_V` bool: in prompt or answer; their positive scores are divided, negative ones multiplied
     (arXiv 1909.05858). `generated_V`: how often in the answer; subtracted as OpenAI says.
     """
-    factor, frequency, presence = _penalties(settings)
+    factor = settings.repetition_penalty
+    frequency, presence = settings.frequency_penalty, settings.presence_penalty
     if factor != 1.0:
         lower_V = torch.where(scores_V < 0, scores_V * factor, scores_V / factor)
         scores_V = torch.where(any_V, lower_V, scores_V)

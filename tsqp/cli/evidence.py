@@ -151,13 +151,8 @@ def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
 
 def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
     try:
-        found = _appraised(Path(name), policy)
-    except OSError as error:
-        raise SettingsError(
-            name,
-            got=error.strerror or type(error).__name__,
-            expected="https://HOST:PORT, or a file",
-        ) from None
+        with SettingsError.for_os(name, "https://HOST:PORT, or a file"):
+            found = _appraised(Path(name), policy)
     except EvidenceError as error:
         return (), {}, f"NOT verified: {error}"
     return found.steps, _pinned(found, None), None

@@ -336,15 +336,9 @@ class Proxy:
         self._guard, self._over = threading.Lock(), threading.Event()
         self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
-        try:
+        with EndpointError.for_os(f"--listen {listen[0]}:{listen[1]}", "an address that is free"):
             family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
             self._listening = socket.create_server(listen, family=family)
-        except OSError as error:
-            raise EndpointError(
-                f"--listen {listen[0]}:{listen[1]}",
-                got=error.strerror or type(error).__name__,
-                expected="an address that is free",
-            ) from None
         self.port: int = self._listening.getsockname()[1]
         self._again = threading.Thread(target=self._prove_again, daemon=True)
 

@@ -119,11 +119,8 @@ class Lock(BaseModel):
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
         try:
-            content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise SettingsError(
-                str(path), got=error.strerror or type(error).__name__, expected="a lock file"
-            ) from None
+            with SettingsError.for_os(str(path), "a lock file"):
+                content = json.loads(path.read_bytes())
         except ValueError:
             raise SettingsError(str(path), got="another content", expected="JSON") from None
         return validate_file(cls, content, str(path), SettingsError)
@@ -209,10 +206,8 @@ def measure(image: Path, launch: Launch) -> bytes:
     firmware = str(launch.firmware)
     expected = "firmware that checks hashes of the kernel, such as Debian's OVMF.amdsev.fd"
     try:
-        found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
-    except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(firmware, got=got, expected=expected) from None
+        with SettingsError.for_os(firmware, expected):
+            found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
     except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
         raise SettingsError(firmware, got="another content", expected=expected) from None
     SettingsError.unless(found, firmware, "no place for them", expected)

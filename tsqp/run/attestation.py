@@ -207,12 +207,8 @@ def _der(path: Path) -> list[bytes]:
 def _content(path: Path | None) -> bytes:
     if path is None:
         return b""
-    try:
+    with SettingsError.for_os(str(path), "a file to read"):
         return path.read_bytes()
-    except OSError as error:
-        raise SettingsError(
-            str(path), error.strerror or type(error).__name__, "a file to read"
-        ) from None
 
 
 def read_certificates() -> dict[str, tuple[bytes, ...]]:

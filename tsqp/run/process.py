@@ -92,9 +92,7 @@ def configure(level: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogfmtFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(level.upper())
 
