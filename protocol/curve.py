@@ -163,10 +163,9 @@ def checked_key(text: str, where: str) -> bytes:
     got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
     KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
-    try:
+    # Five characters can say more than four bytes hold.
+    with KeyFileError.instead_of(struct.error, where, "five characters beyond 32 bits", _A_KEY):
         z85.decode(key)
-    except struct.error:  # five characters can say more than four bytes hold
-        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY) from None
     return key
 
 
@@ -185,10 +184,10 @@ def read_text(path: Path, limit: int, check: FileCheck = _unchecked) -> tuple[st
         len(content) <= limit, where, "a larger file", f"at most {limit} bytes of keys"
     )
     check(path, content)
-    try:
+    with KeyFileError.instead_of(
+        UnicodeDecodeError, where, "bytes that are no text", "keys as text"
+    ):
         return content.decode("utf-8").replace("\r\n", "\n"), status
-    except UnicodeDecodeError:
-        raise KeyFileError(where, "bytes that are no text", "keys as text") from None
 
 
 # What stands beside requests and replies: the client's channel, drawn anew for each, and the

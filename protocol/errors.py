@@ -118,6 +118,21 @@ class TsqpError(Exception):
         except OSError as error:
             raise cls(where, error.strerror or type(error).__name__, expected) from None
 
+    @classmethod
+    @contextmanager
+    def instead_of(
+        cls,
+        kinds: type[Exception] | tuple[type[Exception], ...],
+        where: str,
+        got: str,
+        expected: str,
+    ) -> Iterator[None]:
+        """Raise an error of this class in place of others, whose own words are not shown."""
+        try:
+            yield
+        except kinds:
+            raise cls(where, got, expected) from None
+
 
 class InputError(TsqpError):
     """Something that a person gave us is wrong; retrying the same input never helps."""

@@ -38,13 +38,8 @@ def accept_any(_path: Path, _content: bytes) -> None:
 
 
 _check: ContextVar[FileCheck] = ContextVar("check", default=accept_any)
-# Of modules that were loaded, by name.
-_sources: dict[str, bytes] = {}
-
-
-def source_of(module: str) -> bytes | None:
-    """Return the file that a user's module was loaded from, as it was; None for other modules."""
-    return _sources.get(module)
+# Of each of a user's modules, by name: the file that it was loaded from, as it was.
+sources: dict[str, bytes] = {}
 
 
 @contextmanager
@@ -76,7 +71,7 @@ def load_module(path: Path) -> ModuleType:
     # Without dots, which pickle takes for those of packages.
     name = _PREFIX + resolved.as_posix().replace("%", "%25").replace(".", "%2E")
     if name in sys.modules:
-        _check.get()(path, _sources[name])
+        _check.get()(path, sources[name])
         return sys.modules[name]
     there = resolved.suffix == ".py" and resolved.is_file()
     PluginError.unless(there, str(path), "no such file", "a Python file (.py)")
@@ -84,7 +79,7 @@ def load_module(path: Path) -> ModuleType:
         content = read_checked(path)
     module = ModuleType(name)
     module.__file__ = str(resolved)
-    sys.modules[name], _sources[name] = module, content
+    sys.modules[name], sources[name] = module, content
     try:
         code = compile(decode_source(content), str(resolved), "exec", dont_inherit=True)
         exec(code, vars(module))  # noqa: S102 - what a person named, to be run

@@ -346,13 +346,11 @@ def check_ring(device: torch.device) -> None:
     Triton is not there, cannot compile, or gives a wrong number.
     """
     where = f"int8 products on {device}"
-    try:
+    with KernelError.instead_of(
+        ImportError, where, "no Triton", "it installed: torch for CUDA brings it"
+    ):
         # Not imported, and need not be installed, where nothing is computed on a GPU.
         from gpu_side.cuda.ring import every_tile
-    except ImportError:
-        raise KernelError(
-            where, got="no Triton", expected="it installed: torch for CUDA brings it"
-        ) from None
     try:
         check_kernels(device, every_tile)
     except KernelError:

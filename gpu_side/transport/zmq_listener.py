@@ -158,15 +158,14 @@ class ZmqListener(Listener):
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        try:
+        with SettingsError.instead_of(
+            zmq.ZMQError,
+            "keys",
+            f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+            "one that has it (4.3 or later): without it strangers may get in",
+        ):
             # Without it a client that comes while no handler is there is let in.
             self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
-        except zmq.ZMQError:
-            raise SettingsError(
-                "keys",
-                got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
-                expected="one that has it (4.3 or later): without it strangers may get in",
-            ) from None
         self._zap_handler = ZapHandler(self._context, self._socket, keys.allowed, self._names)
         self._admitting = (self._zap_handler,)
 

@@ -69,10 +69,14 @@ class GrammarCompiler:
         that nothing can follow; ModelError where the model's tokenizer is not supported.
         """
         read, form = _READERS[kind]
-        try:
+        # Their words may quote it.
+        with PromptError.instead_of(
+            (ValueError, TypeError, AttributeError, RecursionError),
+            where,
+            f"a {kind} of another form",
+            form,
+        ):
             size, grammar, costly = read(source)
-        except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
-            raise PromptError(where, f"a {kind} of another form", form) from None
         if size > MAX_GRAMMAR_BYTES:
             raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
         # In this process only what a process of its own could compile.

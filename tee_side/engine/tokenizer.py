@@ -74,10 +74,10 @@ class Tokenizer:
         Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes),
         ModelError where the tokenizer fails on it.
         """
-        try:
+        with PromptError.instead_of(
+            UnicodeEncodeError, "prompt", "bytes that are not UTF-8", "UTF-8 text"
+        ):
             text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise PromptError("prompt", "bytes that are not UTF-8", "UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -177,10 +177,10 @@ class Tokenizer:
             template = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if own := find_file(self._directory, TEMPLATE_FILE, self._manifest):
             path, content = own, read_file(own, MAX_JSON_BYTES, self._manifest)
-            try:
+            with ModelError.instead_of(
+                UnicodeDecodeError, str(path), "bytes that are not UTF-8", "a template"
+            ):
                 template = content.decode("utf-8")
-            except UnicodeDecodeError:
-                raise ModelError(str(path), "bytes that are not UTF-8", "a template") from None
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
         special = {name: text for name, text in texts.items() if text is not None}

@@ -238,11 +238,6 @@ class Chunk:
         """Position of the first row in its sequence."""
         return self.cache.length + self.behind
 
-    @property
-    def context(self) -> int:
-        """Tokens that the last row can look at, itself included."""
-        return self.start + self.tokens
-
 
 class Take(NamedTuple):
     """What a step takes of one sequence.

@@ -365,7 +365,8 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any
     head is part of a segment. The caches hold the new rows but do not count them before the caller
     commits the batch. Errors of `ops` pass through.
     """
-    parts = [(chunk.start, chunk.context, chunk.known_length) for chunk in batch.chunks]
+    # Positions, to the last that its row can look at, which is itself.
+    parts = [(one.start, one.start + one.tokens, one.known_length) for one in batch.chunks]
     # A segment that ends with the last layer returns the wanted rows alone.
     chosen = len(model.layers) - 1 in ops.segments
     wanted = None if chosen else batch.wanted_rows

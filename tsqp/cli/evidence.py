@@ -265,14 +265,10 @@ def verify_receipt(
             content = file.read_bytes()
             # The last one of the file.
             named = _NAMED.findall(content)
-            try:
+            with EvidenceError.instead_of(
+                ValueError, f"{file}", "other text", "a receipt: base64, or a line tsqp-receipt"
+            ):
                 signed = base64.b64decode(named[-1] if named else content.strip(), validate=True)
-            except ValueError:
-                raise EvidenceError(
-                    f"{file}",
-                    got="other text",
-                    expected="a receipt: base64, or a line tsqp-receipt",
-                ) from None
             one = verified(signed, key)
             rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
             if found:

@@ -255,15 +255,14 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
 
 def read_answer(body: bytes) -> Statement:
     """Read the JSON that `/v1/attestation` answers with. Raises EvidenceError."""
-    try:
+    with EvidenceError.instead_of(
+        (ValueError, TypeError, AttributeError, RecursionError, Base64Error),
+        "answer",
+        "another content",
+        "claims and evidence, as /v1/attestation gives them",
+    ):
         fields = {name: b64decode(text, validate=True) for name, text in json.loads(body).items()}
         return Statement(**fields)
-    except (ValueError, TypeError, AttributeError, RecursionError, Base64Error):
-        raise EvidenceError(
-            "answer",
-            got="another content",
-            expected="claims and evidence, as /v1/attestation gives them",
-        ) from None
 
 
 class Address(NamedTuple):

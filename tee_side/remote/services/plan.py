@@ -65,10 +65,10 @@ class ServiceSpec:
         odd = endpoint.partition("://")[0] in _NO_PATH and set("=,") & set(endpoint)
         _require(not odd and ",share" not in endpoint, repr(text), GRAMMAR)
         parse_endpoint(endpoint)
-        try:
+        with SettingsError.instead_of(
+            ValueError, "--gpu", repr(text), "a range that runs forwards"
+        ):
             found = LayerRange.parse(layers) if layers else None
-        except ValueError:
-            raise SettingsError("--gpu", repr(text), "a range that runs forwards") from None
         return ServiceSpec(endpoint, found, int(share) if share else None)
 
     def __str__(self) -> str:
