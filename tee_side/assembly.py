@@ -344,8 +344,7 @@ class Assembly:
         """
         if (None, "lm_head") not in self._local:
             site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
-            read = load_site(self._parts, site, self._integers, self._held)
-            self._local[None, "lm_head"] = read
+            self._local[None, "lm_head"] = load_site(self._parts, site, self._integers, self._held)
         return self._local[None, "lm_head"](h_ND)
 
     def close(self) -> None:

@@ -141,6 +141,10 @@ class Runner(AbstractContextManager["Runner"]):
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
+        key_words = {
+            endpoint: f"key {own.service.decode()}" if own else "no key"
+            for endpoint, own in key_of.items()
+        }
         self.cores = _share_cores(settings)
         self.config = config = read_config(settings.model, settings.manifest)
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
@@ -163,7 +167,7 @@ class Runner(AbstractContextManager["Runner"]):
                 self.cores = self.cores._replace(read_pads=0)
             groups = plan_services(specs, policy, config.num_hidden_layers)
             self.assignments = tuple(
-                f"{endpoint}: {group}, {_key_words(key_of[endpoint])}"
+                f"{endpoint}: {group}, {key_words[endpoint]}"
                 for group in groups
                 for endpoint in group.endpoints
             )
@@ -290,10 +294,6 @@ def _connect(
     )
     channel.limit_replies(reply_bytes)
     return channel
-
-
-def _key_words(keys: ClientKeys | None) -> str:
-    return f"key {keys.service.decode()}" if keys else "no key"
 
 
 def _share_cores(settings: RunnerSettings) -> Cores:

@@ -165,8 +165,8 @@ class SegmentCall:
         except ServiceError as error:
             raise self._refused(error, batch) from None
         for chunk in batch.chunks:
-            rows_there = [chunk.behind + chunk.tokens] * (last + 1 - first)
-            chunk.cache.written[first : last + 1] = rows_there
+            for layer in range(first, last + 1):
+                chunk.cache.written[layer] = chunk.behind + chunk.tokens
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
     def _hide(self, operand: _Operand) -> Masked:
