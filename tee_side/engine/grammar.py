@@ -69,7 +69,7 @@ class GrammarCompiler:
         that nothing can follow; ModelError where the model's tokenizer is not supported.
         """
         read, form = _READERS[kind]
-        # Their words may quote it.
+        # The words of what reading raises may quote the source.
         with PromptError.instead_of(
             (ValueError, TypeError, AttributeError, RecursionError),
             where,
