@@ -282,15 +282,14 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
 def _serve_metrics(settings: ServiceSettings, state: ServiceState, stack: ExitStack) -> None:
     if settings.metrics is None:
         return
-    try:
+    with SettingsError.instead_of(
+        ModuleNotFoundError,
+        "metrics",
+        "no prometheus_client",
+        "it installed: pip install '.[metrics]'",
+    ):
         # Not imported, and need not be installed, where the operator asks for no metrics.
         from gpu_side.metrics import serving_metrics
-    except ModuleNotFoundError:
-        raise SettingsError(
-            "metrics",
-            got="no prometheus_client",
-            expected="it installed: pip install '.[metrics]'",
-        ) from None
     log.info("metrics", url=stack.enter_context(serving_metrics(settings.metrics, state)))
 
 

@@ -159,17 +159,16 @@ def checked_key(text: str, where: str) -> bytes:
     got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
     KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
-    try:
+    # Five characters can say more than four bytes hold.
+    with KeyFileError.instead_of(struct.error, where, "five characters beyond 32 bits", _A_KEY):
         z85.decode(key)
-    except struct.error:  # five characters can say more than four bytes hold
-        raise KeyFileError(where, "five characters beyond 32 bits", _A_KEY) from None
     return key
 
 
 def read_text(path: Path, limit: int, check: FileCheck | None = None) -> tuple[str, os.stat_result]:
     """Read a small text file, and whose it is. Raises KeyFileError, and what `check` raises."""
     where = str(path)
-    try:
+    with KeyFileError.for_os(where, "a file of keys"):
         # Not to wait for the writer of a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -177,19 +176,15 @@ def read_text(path: Path, limit: int, check: FileCheck | None = None) -> tuple[s
             plain = stat.S_ISREG(status.st_mode)
             KeyFileError.unless(plain, where, "no regular file", "a file of keys")
             content = file.read(limit + 1)
-    except OSError as error:
-        raise KeyFileError(
-            where, error.strerror or type(error).__name__, "a file of keys"
-        ) from None
     KeyFileError.unless(
         len(content) <= limit, where, "a larger file", f"at most {limit} bytes of keys"
     )
     if check is not None:
         check(path, content)
-    try:
+    with KeyFileError.instead_of(
+        UnicodeDecodeError, where, "bytes that are no text", "keys as text"
+    ):
         return content.decode("utf-8").replace("\r\n", "\n"), status
-    except UnicodeDecodeError:
-        raise KeyFileError(where, "bytes that are no text", "keys as text") from None
 
 
 # What stands beside requests and replies: the client's channel, drawn anew for each, and the

@@ -227,10 +227,10 @@ class HttpChannel(PendingChannel):
 
 def _context(access: HttpAccess) -> ssl.SSLContext:
     """Return what certificates are verified by. Raises SettingsError."""
-    try:
+    with SettingsError.instead_of(
+        (ssl.SSLError, ValueError), "--http-ca", "something else", "certificates of CAs, as PEM"
+    ):
         return ssl.create_default_context(cadata=access.ca)
-    except (ssl.SSLError, ValueError):
-        raise SettingsError("--http-ca", "something else", "certificates of CAs, as PEM") from None
 
 
 def _tls_reason(error: BaseException | None) -> str | None:

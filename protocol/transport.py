@@ -40,13 +40,11 @@ def open_channel(
 
         require_zmq_keys(endpoint)
     if parsed.is_http:
-        try:
+        with SettingsError.instead_of(
+            ModuleNotFoundError, endpoint, "no httpcore2", "it installed: pip install '.[http]'"
+        ):
             # It need not be installed where no service has a URL.
             from protocol.http_channel import HttpChannel
-        except ModuleNotFoundError:
-            raise SettingsError(
-                endpoint, "no httpcore2", "it installed: pip install '.[http]'"
-            ) from None
         return HttpChannel(
             endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes, access=http
         )

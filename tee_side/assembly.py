@@ -33,7 +33,6 @@ from tee_side.model.operators import (
     load_site,
     not_here,
     place,
-    tables_of,
 )
 from tee_side.observer import Observer, Observers, timed
 from tee_side.policy.placement import Policy, Segment
@@ -257,11 +256,12 @@ class Assembly:
         settings = CallSettings(channels_at, timeout_s, None)
 
         def lane(index: int) -> MicroBatchOperators:
-            observer = None if observers is None else observers.lane(index)
+            observer = None if observers is None else observers(index)
             return self._lane(settings, randomness, observer, only)
 
         lanes = [lane(index) for index in range(micro_batches)]
-        spares = range(micro_batches, micro_batches + len(tables_of(lanes[0])) - 1)
+        tables = {*map(id, (*lanes[0].tables.values(), *lanes[0].withheld.values()))}
+        spares = range(micro_batches, micro_batches + len(tables) - 1)
         return [*lanes, *(replace(lane(index), spare=True) for index in spares)]
 
     def _lane(
@@ -336,7 +336,7 @@ class Assembly:
         tables = made()
         apart = pads or tables["decode"].head_in_segment
         withheld = made(withheld=True) if apart else tables
-        model = self._model.observed(settings.observer)
+        model = replace(self._model, observer=settings.observer)
         return MicroBatchOperators(model, tables, withheld, pads)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
@@ -346,8 +346,7 @@ class Assembly:
         """
         if (None, "lm_head") not in self._local:
             site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
-            read = load_site(self._parts, site, self._integers, self._held)
-            self._local[None, "lm_head"] = read
+            self._local[None, "lm_head"] = load_site(self._parts, site, self._integers, self._held)
         return self._local[None, "lm_head"](h_ND)
 
     def close(self) -> None:

@@ -39,11 +39,8 @@ class Observer(Protocol):
         """Take note of round trips made side by side: one, or one a service."""
 
 
-class Observers(Protocol):
-    """An observer for each micro-batch of a step."""
-
-    def lane(self, index: int) -> Observer:
-        """Return the observer of a micro-batch."""
+# Returns the observer of a micro-batch of a step, by its index.
+Observers: TypeAlias = Callable[[int], Observer]
 
 
 def timed(

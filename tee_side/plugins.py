@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib.abc import ExecutionLoader
-from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from importlib.util import decode_source, module_from_spec
+from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,13 +38,8 @@ def accept_any(_path: Path, _content: bytes) -> None:
 
 
 _check: ContextVar[FileCheck] = ContextVar("check", default=accept_any)
-# Of modules that were loaded, by name.
-_sources: dict[str, bytes] = {}
-
-
-def source_of(module: str) -> bytes | None:
-    """Return the file that a user's module was loaded from, as it was; None for other modules."""
-    return _sources.get(module)
+# Of each of a user's modules, by name: the file that it was loaded from, as it was.
+sources: dict[str, bytes] = {}
 
 
 @contextmanager
@@ -69,20 +62,6 @@ def read_checked(path: Path) -> bytes:
     return content
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _CheckedSource(ExecutionLoader):
-    """Runs a module from bytes that were read before."""
-
-    _path: str
-    _content: bytes
-
-    def get_filename(self, _fullname: str) -> str:
-        return self._path
-
-    def get_source(self, _fullname: str) -> str:
-        return decode_source(self._content)
-
-
 def load_module(path: Path) -> ModuleType:
     """Run a Python file as a module, once per process and path.
 
@@ -92,22 +71,18 @@ def load_module(path: Path) -> ModuleType:
     # Without dots, which pickle takes for those of packages.
     name = _PREFIX + resolved.as_posix().replace("%", "%25").replace(".", "%2E")
     if name in sys.modules:
-        _check.get()(path, _sources[name])
+        _check.get()(path, sources[name])
         return sys.modules[name]
     there = resolved.suffix == ".py" and resolved.is_file()
     PluginError.unless(there, str(path), "no such file", "a Python file (.py)")
-    try:
+    with PluginError.for_os(str(path), "a readable file"):
         content = read_checked(path)
-    except OSError as error:
-        raise PluginError(
-            str(path), error.strerror or type(error).__name__, "a readable file"
-        ) from None
-    loader = _CheckedSource(str(resolved), content)
-    module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
+    module = ModuleType(name)
     module.__file__ = str(resolved)
-    sys.modules[name], _sources[name] = module, content
+    sys.modules[name], sources[name] = module, content
     try:
-        loader.exec_module(module)
+        code = compile(decode_source(content), str(resolved), "exec", dont_inherit=True)
+        exec(code, vars(module))  # noqa: S102 - what a person named, to be run
     except Exception as error:
         # Whatever a user's file raises is the user's to read, as one line.
         del sys.modules[name]
@@ -160,12 +135,11 @@ def classes_in(module: ModuleType, base: type[Any]) -> list[type[Any]]:
     return [
         found
         for found in vars(module).values()
-        if _is_one(found, base) and found.__module__ == module.__name__ and "name" in vars(found)
+        if inspect.isclass(found)
+        and issubclass(found, base)
+        and found.__module__ == module.__name__
+        and "name" in vars(found)
     ]
-
-
-def _is_one(found: object, base: type[Base]) -> TypeGuard[type[Base]]:
-    return inspect.isclass(found) and issubclass(found, base)
 
 
 @dataclass(frozen=True)
@@ -196,8 +170,8 @@ class Kind(Generic[Base]):
         if name in self.builtin:
             return self.builtin[name]
         if (entry := one_entry_point(self.group, name)) is not None:
-            found = load_entry_point(entry)
-            if _is_one(found, self.base):
+            found: type[Base] = load_entry_point(entry)
+            if inspect.isclass(found) and issubclass(found, self.base):
                 return found
             raise self.error(
                 f"entry point {entry.value}", describe(found), f"a subclass of {self.words}"

@@ -104,6 +104,7 @@ class Runner(AbstractContextManager["Runner"]):
     """The trusted side, ready to generate. Use as a context manager.
 
     `assignments`: a line for each service, of the layers and share that it gets and its key.
+    `services`: those that it uses; whether a step waits for a lost one any thread may ask.
     `leakage_summary`: what the GPU side learns over these links; None if nothing leaves. `cores`:
     the threads of this run. `on_load`: told what is read, how many matrices of it are, and of how
     many.
@@ -124,7 +125,7 @@ class Runner(AbstractContextManager["Runner"]):
         self.policy = policy = settings.policy
         # Told how many pads are missing, when a step has to wait for them.
         self.on_wait: Callable[[int], None] | None = None
-        self._settings, self._tokenizer = settings, tokenizer
+        self.settings, self._tokenizer = settings, tokenizer
         given = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
         specs = assign_shares(given, policy)
         endpoints = [spec.endpoint for spec in specs]
@@ -140,6 +141,10 @@ class Runner(AbstractContextManager["Runner"]):
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
+        key_words = {
+            endpoint: f"key {own.service.decode()}" if own else "no key"
+            for endpoint, own in key_of.items()
+        }
         self.cores = _share_cores(settings)
         self.config = config = read_config(settings.model, settings.manifest)
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
@@ -162,7 +167,7 @@ class Runner(AbstractContextManager["Runner"]):
                 self.cores = self.cores._replace(read_pads=0)
             groups = plan_services(specs, policy, config.num_hidden_layers)
             self.assignments = tuple(
-                f"{endpoint}: {group}, {_key_words(key_of[endpoint])}"
+                f"{endpoint}: {group}, {key_words[endpoint]}"
                 for group in groups
                 for endpoint in group.endpoints
             )
@@ -185,12 +190,12 @@ class Runner(AbstractContextManager["Runner"]):
                 settings.request_timeout_s,
                 appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
             )
-            self._services = Services(groups, config.num_hidden_layers, options)
-            opened.callback(self._services.close)
-            self._services.connect(settings.connect_timeout_s)
+            self.services = Services(groups, config.num_hidden_layers, options)
+            opened.callback(self.services.close)
+            self.services.connect(settings.connect_timeout_s)
             self._lanes = partial(
                 assembly.lanes,
-                self._services.at,
+                self.services.at,
                 micro_batches=settings.micro_batches,
                 timeout_s=settings.request_timeout_s,
             )
@@ -204,13 +209,8 @@ class Runner(AbstractContextManager["Runner"]):
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read when first needed if not given. Raises ModelError."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer(self._settings.model, self._settings.manifest)
+            self._tokenizer = Tokenizer(self.settings.model, self.settings.manifest)
         return self._tokenizer
-
-    @property
-    def model_directory(self) -> Path:
-        """Where the model is."""
-        return self._settings.model
 
     @property
     def model_digest(self) -> str:
@@ -219,7 +219,7 @@ class Runner(AbstractContextManager["Runner"]):
 
     def totals(self) -> Totals:
         """Return what services and pads have done so far."""
-        traffic, pads = self._services.traffic, list(self._assembly.pads.values())
+        traffic, pads = self.services.traffic, list(self._assembly.pads.values())
         return Totals(
             pads_ready=min((one.store.left for one in pads), default=None),
             pads_made=sum(one.store.made for one in pads),
@@ -229,13 +229,8 @@ class Runner(AbstractContextManager["Runner"]):
             round_trips=traffic.round_trips,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
-            services=self._services.connected,
+            services=self.services.connected,
         )
-
-    @property
-    def waits(self) -> bool:
-        """Whether a step waits for a service that was lost. Any thread may ask."""
-        return self._services.waits
 
     @contextmanager
     def filling(self) -> Iterator[TellLoad]:
@@ -244,8 +239,8 @@ class Runner(AbstractContextManager["Runner"]):
         At first it is idle; see `BackgroundMaker.running`.
         """
         with ExitStack() as filling:
-            makers = [pads.background for pads in self._assembly.pads.values()]
-            told = [filling.enter_context(maker.running()) for maker in makers]
+            pads = self._assembly.pads.values()
+            told = [filling.enter_context(one.background.running()) for one in pads]
 
             def tell_load(load: Load) -> None:
                 for tell in told:
@@ -299,10 +294,6 @@ def _connect(
     )
     channel.limit_replies(reply_bytes)
     return channel
-
-
-def _key_words(keys: ClientKeys | None) -> str:
-    return f"key {keys.service.decode()}" if keys else "no key"
 
 
 def _share_cores(settings: RunnerSettings) -> Cores:

@@ -48,8 +48,8 @@ class OperatorTable:
         default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
     )
 
-    def lane(self, index: int) -> OperatorTable:
-        """See `Observers.lane`."""
+    def __call__(self, index: int) -> OperatorTable:
+        """See `Observers`."""
         return self
 
     def _of(self, operator: AnyOperator) -> OperatorTotals:

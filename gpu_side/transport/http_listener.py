@@ -60,13 +60,11 @@ class HttpListener(WaitingListener):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         keys: HttpKeys | None = None,
     ) -> None:
-        try:
+        with SettingsError.instead_of(
+            ModuleNotFoundError, "--http", "no uvicorn", "it installed: pip install '.[http]'"
+        ):
             # Not imported, and need not be installed, where the service listens elsewhere.
             import uvicorn  # noqa: PLC0415
-        except ModuleNotFoundError:
-            raise SettingsError(
-                "--http", got="no uvicorn", expected="it installed: pip install '.[http]'"
-            ) from None
         super().__init__()
         keys = keys or HttpKeys()
         self._socket, self.endpoint = _bound(endpoint, keys)

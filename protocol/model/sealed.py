@@ -135,10 +135,10 @@ class _SealedFile(OpenFile):
             sealed = bytearray(min(CHUNK_BYTES, self.size - first) + TAG_BYTES)
             with _as_seal_error():
                 self._stored.fill(memoryview(sealed), HEADER_BYTES + first + chunk * TAG_BYTES)
-            try:
+            with SealError.instead_of(
+                InvalidTag, f"{self.path}: chunk {chunk}", _CHANGED, _AS_SEALED
+            ):
                 plain = self._cipher.open(chunk, sealed)
-            except InvalidTag:
-                raise SealError(f"{self.path}: chunk {chunk}", _CHANGED, _AS_SEALED) from None
             wanted = memoryview(plain)[max(0, offset - first) : stop - first]
             place = max(0, first - offset)
             buffer[place : place + len(wanted)] = wanted
@@ -166,11 +166,9 @@ def unwrap(content: bytes, key: bytes, where: str) -> tuple[bytes, bytes]:
     got = f"a seal for key {sealed_for}"
     expected = f"one for the key that was given, {key_id(key)}"
     SealError.unless(sealed_for == key_id(key), where, got, expected)
-    try:
+    with SealError.instead_of(InvalidTag, where, _CHANGED, _AS_SEALED):
         bound = hashlib.sha256(body).digest()
         return AESGCM(key).decrypt(bytes.fromhex(nonce), bytes.fromhex(wrapped), bound), body
-    except InvalidTag:
-        raise SealError(where, _CHANGED, _AS_SEALED) from None
 
 
 def key_id(key: bytes) -> str:

@@ -201,12 +201,10 @@ class AppraisalPolicy(_Table):
     def load(cls, path: Path, check: FileCheck = accept_any) -> AppraisalPolicy:
         """Read a file. Raises SettingsError, and what `check` raises of its path and content."""
         try:
-            content = path.read_bytes()
-            check(path, content)
+            with SettingsError.for_os(str(path), "an appraisal policy"):
+                content = path.read_bytes()
+                check(path, content)
             return cls.model_validate(tomllib.loads(content.decode()), strict=False)
-        except OSError as error:
-            got = error.strerror or type(error).__name__
-            raise SettingsError(str(path), got=got, expected="an appraisal policy") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
             raise SettingsError(str(path), got="another content", expected="TOML") from None
         except ValidationError as error:

@@ -186,7 +186,9 @@ def verify_chain(
     if product is None:
         raise EvidenceError("AMD root", got="another certificate", expected="one that is pinned")
     _require(report.product in (None, product), "root", f"that of {product}", f"{report.product}")
-    try:
+    with EvidenceError.instead_of(
+        (ValueError, UnsupportedAlgorithm), "AMD certificates", "other bytes", "AMD's DER"
+    ):
         ark = x509.load_der_x509_certificate(root)
         _require_valid("ARK", ark.not_valid_before_utc, ark.not_valid_after_utc, now)
         _signed_body("ASK", intermediate, ark)
@@ -196,8 +198,6 @@ def verify_chain(
         if crl is not None:
             _check_crl(crl, ask, ark, now)
         return product, _leaf_key(leaf, ask, product, report, now)
-    except (ValueError, UnsupportedAlgorithm):
-        raise EvidenceError("AMD certificates", got="other bytes", expected="AMD's DER") from None
 
 
 def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[bytes, bytes]:
@@ -212,10 +212,8 @@ def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[b
     _require(algorithm in _PSS_DER, name, "another signature algorithm", "RSA-PSS with SHA-384")
     if not isinstance(key, rsa.RSAPublicKey) or key.key_size != 4096:
         raise EvidenceError(f"AMD {name}", got="an issuer with another key", expected="RSA-4096")
-    try:
+    with EvidenceError.instead_of(InvalidSignature, f"AMD {name}", "a wrong signature", "AMD's"):
         key.verify(found.signature.as_bytes(), body, _PSS, hashes.SHA384())
-    except InvalidSignature:
-        raise EvidenceError(f"AMD {name}", got="a wrong signature", expected="AMD's") from None
     return body, algorithm
 
 
@@ -307,8 +305,8 @@ def verify_snp(
     product, key = verify_chain(parsed, certificates, now, crl)
     # Two little-endian numbers of 72 bytes, of which those of P-384 take 48.
     r, s = (int.from_bytes(report[at : at + 72], "little") for at in (0x2A0, 0x2E8))
-    try:
+    with EvidenceError.instead_of(
+        InvalidSignature, "SNP report", "a wrong signature", "the leaf's"
+    ):
         key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
-    except InvalidSignature:
-        raise EvidenceError("SNP report", got="a wrong signature", expected="the leaf's") from None
     return VerifiedSnp(parsed, product, Tcb.parse(parsed.reported_tcb, product), crl is not None)

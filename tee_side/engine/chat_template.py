@@ -12,6 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from protocol.errors import ModelError, PromptError
 
 T = TypeVar("T")
@@ -29,51 +32,45 @@ class _EndlessTemplate(BaseException):
     """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
 
 
-class ChatTemplate:
-    """A template, compiled once: that takes longer than rendering.
+def compiled(text: str, path: Path, where: str) -> Callable[[Mapping[str, Any]], str]:
+    """Compile a template, which takes longer than rendering; return what renders it.
 
     `path`: of the file that has it; `where`: how errors call what it does. Raises ModelError for
-    one that is damaged, or does not end in time.
+    one that is damaged, or does not end in time. What renders it raises ModelError where it does
+    not end in time, PromptError if it refuses the messages.
     """
 
-    def __init__(self, text: str, path: Path, where: str) -> None:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
 
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.intercepted_binops = frozenset({"*", "**"})
+    environment.binop_table |= {"*": _times, "**": _power}
+    try:
+        template = _in_time(lambda: environment.from_string(text))
+    except _EndlessTemplate as error:
+        raise ModelError(where, str(error), _ENDS) from None
+    except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
+        got = f"{type(error).__name__}: {error}"[:160]
+        raise ModelError(str(path), got, "a chat template without mistakes") from None
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = raise_exception
-        environment.intercepted_binops = frozenset({"*", "**"})
-        environment.binop_table |= {"*": _times, "**": _power}
-        self._where = where
+    def render(values: Mapping[str, Any]) -> str:
         try:
-            self._template = _in_time(lambda: environment.from_string(text))
+            return _in_time(lambda: _joined(template.generate(values)))
         except _EndlessTemplate as error:
             raise ModelError(where, str(error), _ENDS) from None
-        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-            got = f"{type(error).__name__}: {error}"[:160]
-            raise ModelError(str(path), got, "a chat template without mistakes") from None
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        """Return what the template makes of its values.
-
-        Raises ModelError where it does not end in time, PromptError if it refuses the messages.
-        """
-        try:
-            return _in_time(lambda: _joined(self._template.generate(values)))
-        except _EndlessTemplate as error:
-            raise ModelError(self._where, str(error), _ENDS) from None
         except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
             # Its message may hold the prompt.
             raise PromptError(
-                self._where,
+                where,
                 f"{type(error).__name__} (a template's own words are not shown)",
                 "a conversation that the template accepts",
             ) from None
+
+    return render
 
 
 def _joined(found: Iterable[str]) -> str:

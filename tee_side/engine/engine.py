@@ -9,7 +9,7 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
-from tee_side.engine.request import Logprob, Request, SamplingSettings
-from tee_side.engine.sampling import Sampler, settings_of_sample
+from tee_side.engine.request import (
+    Logprob,
+    Request,
+    Sampler,
+    SamplingSettings,
+    settings_of_sample,
+)
 from tee_side.engine.step import (
     Part,
-    PartResult,
     Refuse,
     Rows,
     Sampled,
@@ -36,9 +40,7 @@ from tee_side.model.operators import MicroBatchOperators, TeeModel
 from tee_side.observer import timed
 
 if TYPE_CHECKING:
-    from tee_side.engine.drafts import Drafts
     from tee_side.engine.prefix_pool import PrefixPool
-    from tee_side.engine.reading import PromptReader
 
 DEFAULT_STEP_TOKENS = 512
 
@@ -123,25 +125,27 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
-        require, most, new = PromptError.unless, self.max_sequences, request.max_new_tokens
+        most, new, samples = self.max_sequences, request.max_new_tokens, request.samples
         prompt, context = len(request.prompt_ids), self.context
         vocabulary = self._model.config.vocab_size
         outside, ids = "an id outside the vocabulary", f"0 to {vocabulary - 1}"
         biased = max(request.sampling.logit_bias, default=0) < vocabulary
-        require(biased, "logit_bias", outside, ids)
-        require(prompt, "prompt", "no tokens", "at least one")
         known = all(0 <= token_id < vocabulary for token_id in request.prompt_ids)
-        require(known, "prompt token ids", outside, ids)
-        expected = f"fewer than the context of {context} tokens"
-        require(prompt < context + (new == 0), "prompt", f"{prompt} tokens", expected)
-        require(new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1")
-        fits = 1 <= request.samples <= most
-        expected = f"1 to {most}, which run at a time"
-        require(fits, "samples", str(request.samples), expected)
+        fewer = f"fewer than the context of {context} tokens"
+        at_a_time = f"1 to {most}, which run at a time"
         one = request.prompt_logprobs is None or request.pooling is None
-        require(one, "log-probabilities and pooling", "both", "one of them")
         readable = not request.stop or self.tokenizer is not None
-        require(readable, "stop strings", "no tokenizer", "one to compare text")
+        for holds, where, got, expected in (
+            (biased, "logit_bias", outside, ids),
+            (prompt, "prompt", "no tokens", "at least one"),
+            (known, "prompt token ids", outside, ids),
+            (prompt < context + (new == 0), "prompt", f"{prompt} tokens", fewer),
+            (new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1"),
+            (1 <= samples <= most, "samples", str(samples), at_a_time),
+            (one, "log-probabilities and pooling", "both", "one of them"),
+            (readable, "stop strings", "no tokenizer", "one to compare text"),
+        ):
+            PromptError.unless(holds, where, got, expected)
         self._require_kv(request, self.max_kv_bytes)
 
     def add(
@@ -204,8 +208,7 @@ class Engine:
         watch = (
             TextStream(self.tokenizer, request.stop) if self.tokenizer and request.stop else None
         )
-        guesses = self.settings.speculative_tokens and request.max_new_tokens
-        return Sequence(
+        sequence = Sequence(
             request,
             sample,
             list(request.prompt_ids),
@@ -215,9 +218,16 @@ class Engine:
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
             watch,
-            _drafts(request) if guesses else None,
-            _reader(request) if _reads(request) and not sample else None,
         )
+        if self.settings.speculative_tokens and request.max_new_tokens:
+            from tee_side.engine.drafts import Drafts
+
+            sequence.drafts = Drafts(request.prompt_ids)
+        if _reads(request) and not sample:
+            from tee_side.engine.reading import PromptReader
+
+            sequence.reader = PromptReader(request)
+        return sequence
 
     def _capacity(self, request: Request) -> int:
         prompt = len(request.prompt_ids)
@@ -299,17 +309,22 @@ class Engine:
         except (SessionLostError, LimitError) as error:
             self._give_up(parts, error)
             return []
-        given = [
-            given
-            for part, result in zip(parts, results, strict=True)
-            for given in _given(part.rows, result)
-        ]
-        read = [self._read(*one) for one in given]
+        given, lane = [], self.lanes[0]
+        for part, (logits_NV, hidden_RD) in zip(parts, results, strict=True):
+            logits = logits_NV.split([one.outputs for one in part.rows])
+            hidden = hidden_RD.split([len(one.read) for one in part.rows])
+            for rows, its_NV, its_RD in zip(part.rows, logits, hidden, strict=True):
+                reader, logprobs = rows.sequence.reader, list[Logprob]()
+                if reader is not None:
+                    start = rows.sequence.cache.length + rows.read.start
+                    ops = lane.withheld[part.phase]
+                    logprobs = reader.read(its_RD, start, lane.model, ops)
+                given.append((rows, its_NV, its_RD, logprobs))
         # From here on nothing can fail: the step counts for every sequence, or for none.
         sampled: list[Sampled] = []
-        for (rows, logits_NV, hidden_RD), logprobs in zip(given, read, strict=True):
+        for rows, its_NV, its_RD, logprobs in given:
             try:
-                sampled += self._count(rows, logits_NV, hidden_RD, logprobs)
+                sampled += self._count(rows, its_NV, its_RD, logprobs)
             except TsqpError as error:  # a grammar whose next mask would be too costly
                 self.refuse(rows.sequence, error)
         self.counts.steps += 1
@@ -329,14 +344,6 @@ class Engine:
         for sequence in sequences:
             if not sequence.cache.length:
                 sequence.reused_tokens = 0
-
-    def _read(self, rows: Rows, _logits_NV: torch.Tensor, hidden_RD: torch.Tensor) -> list[Logprob]:
-        reader, start = rows.sequence.reader, rows.sequence.cache.length
-        if reader is None:
-            return []
-        lane = self.lanes[0]
-        ops = lane.withheld[rows.phase]
-        return reader.read(hidden_RD, start + rows.read.start, lane.model, ops)
 
     def _count(
         self,
@@ -385,27 +392,6 @@ class Engine:
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generation_tokens += 1
         return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
-
-
-def _given(
-    rows: abc.Sequence[Rows], result: PartResult
-) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
-    """Cut what came of a part into the logits [N, V] and hidden states [R, D] of each sequence."""
-    logits = result.logits_NV.split([one.outputs for one in rows])
-    hidden = result.hidden_RD.split([len(one.read) for one in rows])
-    return zip(rows, logits, hidden, strict=True)
-
-
-def _drafts(request: Request) -> Drafts:
-    from tee_side.engine.drafts import Drafts
-
-    return Drafts(request.prompt_ids)
-
-
-def _reader(request: Request) -> PromptReader:
-    from tee_side.engine.reading import PromptReader
-
-    return PromptReader(request)
 
 
 def _reads(request: Request) -> bool:

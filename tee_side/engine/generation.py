@@ -189,13 +189,17 @@ class Generation:
         sequence = self._sequence
         if sequence.finish_reason is None:
             raise RuntimeError("the result of a generation that has not ended")
-        prompt, new = len(sequence.prompt_ids), self.token_count
+        prompt_ids, new = list(sequence.request.prompt_ids), self.token_count
         return GenerationResult(
-            prompt_token_ids=list(sequence.prompt_ids),
+            prompt_token_ids=prompt_ids,
             token_ids=self.token_ids,
             text=self.text,
             finish_reason=sequence.finish_reason,
-            usage=Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new),
+            usage=Usage(
+                prompt_tokens=len(prompt_ids),
+                completion_tokens=new,
+                total_tokens=len(prompt_ids) + new,
+            ),
             timing=GenerationTiming(
                 ttft_s=self._first - self._started,
                 tpot_s=(self._last - self._first) / (new - 1) if new > 1 else None,

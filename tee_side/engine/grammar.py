@@ -45,7 +45,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._raw = tokenizer
+        self._raw = tokenizer.raw
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         # That passed a trial, by owner and digest: how long a grammar takes tells no other owner
@@ -69,10 +69,14 @@ class GrammarCompiler:
         that nothing can follow; ModelError where the model's tokenizer is not supported.
         """
         read, form = _READERS[kind]
-        try:
+        # The words of what reading raises may quote the source.
+        with PromptError.instead_of(
+            (ValueError, TypeError, AttributeError, RecursionError),
+            where,
+            f"a {kind} of another form",
+            form,
+        ):
             size, grammar, costly = read(source)
-        except (ValueError, TypeError, AttributeError, RecursionError):  # their words may quote it
-            raise PromptError(where, f"a {kind} of another form", form) from None
         if size > MAX_GRAMMAR_BYTES:
             raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
         # In this process only what a process of its own could compile.
@@ -101,9 +105,9 @@ class GrammarCompiler:
         """The library's own reading of the vocabulary; a second of work for a large one."""
         from llguidance import LLTokenizer
 
-        size = max(self._vocab_size, self._raw.vocabulary_size)
+        size = max(self._vocab_size, self._raw.get_vocab_size())
         try:
-            return LLTokenizer(self._raw.to_json(), n_vocab=size, eos_token=self._eos_token_ids)
+            return LLTokenizer(self._raw.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
         except ValueError as error:
             raise ModelError(
                 "tokenizer", str(error)[:160], "one that llguidance can read, and an EOS token"

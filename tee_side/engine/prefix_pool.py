@@ -6,10 +6,8 @@ So entries are of one owner and salt, and never found by another.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from tee_side.model.batch import KVCache
 
@@ -37,15 +35,14 @@ class PrefixPool:
     """The caches that are kept, least recently used first. `queries`, `hits`: in tokens."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._numbers = count()
+        self._entries: list[_Entry] = []
         self.queries = 0
         self.hits = 0
 
     @property
     def nbytes(self) -> int:
         """Memory that the caches have. Any thread may ask."""
-        return sum(entry.cache.nbytes for entry in tuple(self._entries.values()))
+        return sum(entry.cache.nbytes for entry in tuple(self._entries))
 
     def keep(self, whose: tuple[str, str], ids: Sequence[int], cache: KVCache) -> None:
         """Keep the cache of a sequence that has ended, instead of those that it goes on from."""
@@ -54,12 +51,12 @@ class PrefixPool:
             cache.release()
             return
         cache.end()
-        for number, old in list(self._entries.items()):
+        for old in tuple(self._entries):
             if old.whose == whose and old.shared(entry.ids) == len(old.ids):
-                self._drop(number)
-        self._entries[next(self._numbers)] = entry
+                self._drop(old)
+        self._entries.append(entry)
         if len(self._entries) > _MOST_ENTRIES:
-            self._drop(next(iter(self._entries)))
+            self._drop(self._entries[0])
 
     def fill(self, whose: tuple[str, str], prompt_ids: Sequence[int], cache: KVCache) -> int:
         """Copy what an entry has of a prompt into its cache; return how many tokens that are.
@@ -67,26 +64,26 @@ class PrefixPool:
         At least one token is left: its logits are wanted.
         """
         self.queries += len(prompt_ids)
-        for at in [at for at, entry in self._entries.items() if entry.cache.stale]:
-            self._drop(at)
-        best, number = 0, -1
-        for at, entry in self._entries.items():
+        for entry in [entry for entry in self._entries if entry.cache.stale]:
+            self._drop(entry)
+        best, at = 0, -1
+        for index, entry in enumerate(self._entries):
             if entry.whose == whose:
                 shared = min(entry.shared(prompt_ids), len(prompt_ids) - 1)
-                best, number = max((best, number), (shared, at))
+                best, at = max((best, at), (shared, index))
         if best < MIN_TOKENS:
             return 0
-        self._entries.move_to_end(number)
-        cache.copy_from(self._entries[number].cache, best)
+        self._entries.append(self._entries.pop(at))
+        cache.copy_from(self._entries[-1].cache, best)
         self.hits += best
         return best
 
     def make_room(self, needed: int) -> None:
         """Let the least recently used go until they have given `needed` bytes back."""
         while needed > 0 and self._entries:
-            number = next(iter(self._entries))
-            needed -= self._entries[number].cache.nbytes
-            self._drop(number)
+            needed -= self._entries[0].cache.nbytes
+            self._drop(self._entries[0])
 
-    def _drop(self, number: int) -> None:
-        self._entries.pop(number).cache.release()
+    def _drop(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        entry.cache.release()

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from tee_side.engine.request import FinishReason, Logprob, Request
-from tee_side.engine.sampling import Sampler
+from tee_side.engine.request import FinishReason, Logprob, Request, Sampler
 from tee_side.engine.tokenizer import TextStream
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
@@ -61,11 +60,6 @@ class Sequence:
     reused_tokens: int = 0
     follows: bool = False
     followers: list[Sequence] = field(default_factory=list)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Token ids of the prompt."""
-        return self.ids[: self.prompt_tokens]
 
     @property
     def token_ids(self) -> list[int]:
@@ -164,17 +158,6 @@ class Part:
     phase: Phase
     withheld: bool = False
     rows: abc.Sequence[Rows] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """The logits [N, V] of a part's output rows, and the hidden states [R, D] of those it reads.
-
-    These are what the last layer gives, before the last norm.
-    """
-
-    logits_NV: torch.Tensor
-    hidden_RD: torch.Tensor
 
 
 Refuse: TypeAlias = Callable[[Sequence, TsqpError], None]
@@ -294,8 +277,11 @@ def _wanted(
 @torch.inference_mode()
 def run_step(
     parts: abc.Sequence[Part], lanes: abc.Sequence[MicroBatchOperators]
-) -> list[PartResult]:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run the parts of a step; see `forward` for errors.
+
+    Returns of each the logits [N, V] of its output rows, and the hidden states [R, D] of those that
+    it reads: what the last layer gives, before the last norm.
 
     `lanes`: each part gets one, and the largest is cut into micro-batches for all that are no
     spares. Whether the step fails or not, they keep nothing of it.
@@ -329,7 +315,7 @@ def run_step(
             else:
                 # Once for all of them: wherever it is, the LM head is the largest matrix to read.
                 logits_NV = run(logits(torch.cat(outputs), lanes[0].model, ops))
-            results.append(PartResult(logits_NV, torch.cat(read)))
+            results.append((logits_NV, torch.cat(read)))
         return results
     finally:
         # Release what the step did not use up, because it failed or left operators out.

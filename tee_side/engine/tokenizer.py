@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from protocol.model.files import MAX_JSON_BYTES, find_file, limit_structure, rea
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
-    from tee_side.engine.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -47,7 +46,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """The tokenizer of a model directory. Raises ModelError when it is missing or damaged.
 
-    With a manifest, every file must be the one that it names, or ManifestError is raised.
+    With a manifest, every file must be the one that it names, or ManifestError is raised. `raw`:
+    the library's own tokenizer.
     """
 
     def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
@@ -62,11 +62,11 @@ class Tokenizer:
         limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
         self._path = path
         with _library_errors(path, quoted=True):
-            self._raw = RawTokenizer.from_buffer(content)
+            self.raw = RawTokenizer.from_buffer(content)
             # The file may ask for a prompt that is cut off, or filled up to any length. Neither
             # is for one prompt; the first is silent, and the second can end the process.
-            self._raw.no_truncation()
-            self._raw.no_padding()
+            self.raw.no_truncation()
+            self.raw.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS where the model's tokenizer adds one.
@@ -74,13 +74,13 @@ class Tokenizer:
         Raises PromptError for text that is not Unicode (a lone surrogate from undecodable bytes),
         ModelError where the tokenizer fails on it.
         """
-        try:
+        with PromptError.instead_of(
+            UnicodeEncodeError, "prompt", "bytes that are not UTF-8", "UTF-8 text"
+        ):
             text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise PromptError("prompt", "bytes that are not UTF-8", "UTF-8 text") from None
         with _library_errors(self._path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
-            (found,) = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            (found,) = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(found.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -89,22 +89,7 @@ class Tokenizer:
         Raises ModelError where the tokenizer fails on them.
         """
         with _library_errors(self._path, quoted=False):
-            return str(self._raw.decode(list(token_ids), skip_special_tokens=True))
-
-    def to_json(self) -> str:
-        """Return what `tokenizer.json` says, as the library has read it."""
-        return str(self._raw.to_str())
-
-    @property
-    def vocabulary_size(self) -> int:
-        """How many tokens there are, added ones included."""
-        return int(self._raw.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """Text to id of the tokens that decoding leaves out."""
-        added = self._raw.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+            return str(self.raw.decode(list(token_ids), skip_special_tokens=True))
 
     def info(self) -> dict[str, str | None]:
         """Return what the model's files name, as in `tokenizer_config.json`.
@@ -112,8 +97,8 @@ class Tokenizer:
         `tokenizer_class`, `chat_template` (None for none) and the special tokens. Raises ModelError
         where a file is damaged.
         """
-        _, template, special = self._find_template()
-        named = self._config()[1].get("tokenizer_class")
+        _, template, special, config = self._find_template()
+        named = config.get("tokenizer_class")
         found = {"tokenizer_class": named, "chat_template": template, **special}
         return {name: text if isinstance(text, str) else None for name, text in found.items()}
 
@@ -126,7 +111,7 @@ class Tokenizer:
         """
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
-        token = self._raw.id_to_token(token_id)
+        token = self.raw.id_to_token(token_id)
         if token is None:
             return b""
         if "ByteLevel" in self._decoders and all(c in _BYTE_OF for c in token):
@@ -139,12 +124,12 @@ class Tokenizer:
 
     @cached_property
     def _added(self) -> dict[int, str]:
-        return {i: token.content for i, token in self._raw.get_added_tokens_decoder().items()}
+        return {i: token.content for i, token in self.raw.get_added_tokens_decoder().items()}
 
     @cached_property
     def _decoders(self) -> frozenset[str]:
         """Names of the library's decoders that this tokenizer has; its state is their JSON."""
-        decoder = self._raw.decoder
+        decoder = self.raw.decoder
         state = {} if decoder is None else json.loads(decoder.__getstate__())
         return frozenset(part.get("type") for part in state.get("decoders", [state]))
 
@@ -163,30 +148,28 @@ class Tokenizer:
         Raises ModelError if the model has no chat template, a damaged one, or one that does not end
         in time, PromptError if it refuses the messages.
         """
-        template, special = self._chat_template
+        render, special = self._chat_template
         given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        return template.render(given | special)
-
-    def _config(self) -> tuple[Path | None, dict[str, Any]]:
-        path = find_file(self._directory, CONFIG_FILE, self._manifest)
-        return path, {} if path is None else read_json(path, self._manifest)
+        return render(given | special)
 
     @cached_property
-    def _chat_template(self) -> tuple[ChatTemplate, dict[str, Any]]:
-        """The template, and the special tokens for it: compiling takes longer than rendering."""
-        path, template, special = self._find_template()
+    def _chat_template(self) -> tuple[Callable[[Mapping[str, Any]], str], dict[str, Any]]:
+        """What renders, and the special tokens for it: compiling takes longer than rendering."""
+        path, template, special, _ = self._find_template()
         if path is None or not isinstance(template, str):
             raise ModelError(
                 str(self._directory),
                 "no chat template",
                 f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
             )
-        from tee_side.engine.chat_template import ChatTemplate
+        from tee_side.engine.chat_template import compiled
 
-        return ChatTemplate(template, path, f"{self._directory}: chat template"), special
+        return compiled(template, path, f"{self._directory}: chat template"), special
 
-    def _find_template(self) -> tuple[Path | None, object, dict[str, Any]]:
-        path, config = self._config()
+    def _find_template(self) -> tuple[Path | None, object, dict[str, Any], dict[str, Any]]:
+        """Return the file of the chat template, it, special tokens, and the configuration."""
+        path = find_file(self._directory, CONFIG_FILE, self._manifest)
+        config: dict[str, Any] = {} if path is None else read_json(path, self._manifest)
         template = config.get("chat_template")
         if isinstance(template, list):
             # Several named templates, of which "default" is the one for chat.
@@ -194,13 +177,14 @@ class Tokenizer:
             template = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if own := find_file(self._directory, TEMPLATE_FILE, self._manifest):
             path, content = own, read_file(own, MAX_JSON_BYTES, self._manifest)
-            try:
+            with ModelError.instead_of(
+                UnicodeDecodeError, str(path), "bytes that are not UTF-8", "a template"
+            ):
                 template = content.decode("utf-8")
-            except UnicodeDecodeError:
-                raise ModelError(str(path), "bytes that are not UTF-8", "a template") from None
         special = {name: config.get(name) for name in _SPECIAL_TOKENS}
         texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
-        return path, template, {name: text for name, text in texts.items() if text is not None}
+        special = {name: text for name, text in texts.items() if text is not None}
+        return path, template, special, config
 
 
 @contextmanager

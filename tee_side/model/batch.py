@@ -115,7 +115,7 @@ class KVCache:
         # How often services have lost what they keep since the sequence's last token, and whether
         # they did when another cache was to begin with it.
         self.losses, self.stale = 0.0, False
-        # Rows behind `length` that each layer has written in this step.
+        # Rows behind `length` that each layer has written in this step, here or at a service.
         self.written = [0] * layers
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._write = kernels.append if compiled_for(dtype) else _append
@@ -157,11 +157,6 @@ class KVCache:
     def begin_step(self) -> None:
         """Forget what has been written behind `length`, by a step that failed."""
         self.written = [0] * len(self.written)
-
-    def note_written(self, layers: range, rows: int) -> None:
-        """Take note that a service has written so many rows behind `length` in these layers."""
-        for layer in layers:
-            self.written[layer] = rows
 
     def append(
         self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
@@ -242,11 +237,6 @@ class Chunk:
     def start(self) -> int:
         """Position of the first row in its sequence."""
         return self.cache.length + self.behind
-
-    @property
-    def context(self) -> int:
-        """Tokens that the last row can look at, itself included."""
-        return self.start + self.tokens
 
 
 class Take(NamedTuple):

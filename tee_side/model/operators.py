@@ -11,7 +11,7 @@ run was assembled, so that a call costs nothing more than the call. Shape suffix
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
@@ -80,6 +80,7 @@ class TeeModel:
     """The part of a model that is needed whatever the placement is.
 
     `norms`, `final_norm`: the weights; `layers`, `norm`: what the forward pass calls.
+    `observer`: told of every local operator.
     """
 
     config: ModelConfig
@@ -111,10 +112,6 @@ class TeeModel:
             attention=told(partial(ops.attention, window=window), "attention"),
             window=window,
         )
-
-    def observed(self, observer: Observer | None) -> TeeModel:
-        """Return the model with an observer that is told of every local operator."""
-        return replace(self, observer=observer)
 
 
 def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
@@ -351,12 +348,6 @@ async def _done(h_TD: Tensor, _batch: Batch) -> Tensor:
     return h_TD
 
 
-def tables_of(lane: MicroBatchOperators) -> list[Operators]:
-    """Return every table of a lane, once."""
-    found = (*lane.tables.values(), *lane.withheld.values())
-    return list({id(table): table for table in found}.values())
-
-
 def yielding(function: Callable[[Tensor], Tensor]) -> Call:
     """Return the same, for rows beside which others are under way: they have their turn first."""
 
@@ -374,7 +365,8 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any
     head is part of a segment. The caches hold the new rows but do not count them before the caller
     commits the batch. Errors of `ops` pass through.
     """
-    parts = [(chunk.start, chunk.context, chunk.known_length) for chunk in batch.chunks]
+    # Positions, to the last that its row can look at, which is itself.
+    parts = [(one.start, one.start + one.tokens, one.known_length) for one in batch.chunks]
     # A segment that ends with the last layer returns the wanted rows alone.
     chosen = len(model.layers) - 1 in ops.segments
     wanted = None if chosen else batch.wanted_rows

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -86,12 +86,8 @@ def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     ]
 
 
-class _Rows(NamedTuple):
-    """What a segment is called with: all rows [T, D], whose they are, and which are wanted."""
-
-    h_TD: torch.Tensor
-    batch: Batch
-    rows: list[int]
+# What a segment is called with: all rows [T, D], whose they are, and which are wanted.
+_Operand: TypeAlias = tuple[torch.Tensor, Batch, list[int]]
 
 
 class SegmentCall:
@@ -147,7 +143,7 @@ class SegmentCall:
             hide=self._hide,
             requests=requests,
             rules=self._rules,
-            shape=lambda operand: (len(operand.rows), columns),
+            shape=lambda operand: (len(operand[2]), columns),
             check=UNVERIFIED,
             decode=lambda y, _: y,
             timeout_s=settings.timeout_s,
@@ -165,15 +161,16 @@ class SegmentCall:
         # Each once, and at least one.
         rows = sorted({*wanted}) or [len(h_TD) - 1]
         try:
-            output = await carry_out(self._plan, _Rows(h_TD, batch, rows))
+            output = await carry_out(self._plan, (h_TD, batch, rows))
         except ServiceError as error:
             raise self._refused(error, batch) from None
         for chunk in batch.chunks:
-            chunk.cache.note_written(range(first, last + 1), chunk.behind + chunk.tokens)
+            for layer in range(first, last + 1):
+                chunk.cache.written[layer] = chunk.behind + chunk.tokens
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
-    def _hide(self, operand: _Rows) -> Masked:
-        h_TD, batch, keyed = operand.h_TD, operand.batch, self._keyed
+    def _hide(self, operand: _Operand) -> Masked:
+        (h_TD, batch, rows), keyed = operand, self._keyed
         masked = Masked((h_TD,), as_it_is)
         if keyed is not None:
             masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
@@ -184,7 +181,7 @@ class SegmentCall:
         parts_P7 = torch.frombuffer(bytearray(parts), dtype=torch.int64).view(-1, _PART_WORDS)
         sent = cast("torch.Tensor", masked.sent[0])  # seeds are refused here
         unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
-        return Masked((Payloads((sent, parts_P7, torch.tensor(operand.rows))),), unmask)
+        return Masked((Payloads((sent, parts_P7, torch.tensor(rows))),), unmask)
 
     def _refused(self, error: ServiceError, batch: Batch) -> TsqpError:
         """Return what a service's refusal means for the sequences; those that it lost begin anew.

@@ -249,7 +249,7 @@ def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
 def tokenizer_info(request: Request) -> dict[str, Any]:
     """Return what a client needs to write prompts by itself."""
     model = serving_of(request).model
-    size = model.tokenizer.vocabulary_size
+    size = model.tokenizer.raw.get_vocab_size()
     return {**model.tokenizer.info(), "vocab_size": size, "model_max_length": model.max_model_len}
 
 

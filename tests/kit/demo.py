@@ -121,7 +121,7 @@ def generate(runner: Runner, ids: Tokens, new_tokens: int) -> Said:
 
 def asked(runner: Runner) -> str:
     """Return the endpoint of the service that a runner asks at the moment."""
-    return str(runner._services.at(0)[0].endpoint)
+    return str(runner.services.at(0)[0].endpoint)
 
 
 class Sent(threading.local):

@@ -236,9 +236,9 @@ class Tee:
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        (result,) = run_step([Part(batch, phase)], self.lanes)
+        ((logits_NV, _),) = run_step([Part(batch, phase)], self.lanes)
         cache.commit(count)
-        return result.logits_NV
+        return logits_NV
 
     def greedy(self, prompt_ids: list[int], new_tokens: int) -> list[int]:
         """Return `new_tokens` greedy token ids."""

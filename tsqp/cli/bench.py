@@ -411,13 +411,11 @@ def read_link(text: str | None) -> Link:
     if text is None:
         return Link(None, 0.0)
     parts = [part.strip() for part in text.split(",")]
-    try:
+    with SettingsError.instead_of(
+        ValueError, "--link", repr(text), "GBPS,RTT_US such as 10,100, or any,100"
+    ):
         gbps, rtt_us = parts
         return Link(None if gbps == "any" else float(gbps), float(rtt_us))
-    except ValueError:
-        raise SettingsError(
-            "--link", got=repr(text), expected="GBPS,RTT_US such as 10,100, or any,100"
-        ) from None
 
 
 def _say_of_plan(line: str) -> None:

@@ -151,13 +151,8 @@ def _appraised(path: Path, policy: AppraisalPolicy) -> Appraisal:
 
 def _of_file(name: str, policy: AppraisalPolicy) -> _Verdict:
     try:
-        found = _appraised(Path(name), policy)
-    except OSError as error:
-        raise SettingsError(
-            name,
-            got=error.strerror or type(error).__name__,
-            expected="https://HOST:PORT, or a file",
-        ) from None
+        with SettingsError.for_os(name, "https://HOST:PORT, or a file"):
+            found = _appraised(Path(name), policy)
     except EvidenceError as error:
         return (), {}, f"NOT verified: {error}"
     return found.steps, _pinned(found, None), None
@@ -270,14 +265,10 @@ def verify_receipt(
             content = file.read_bytes()
             # The last one of the file.
             named = _NAMED.findall(content)
-            try:
+            with EvidenceError.instead_of(
+                ValueError, f"{file}", "other text", "a receipt: base64, or a line tsqp-receipt"
+            ):
                 signed = base64.b64decode(named[-1] if named else content.strip(), validate=True)
-            except ValueError:
-                raise EvidenceError(
-                    f"{file}",
-                    got="other text",
-                    expected="a receipt: base64, or a line tsqp-receipt",
-                ) from None
             one = verified(signed, key)
             rows.append((f"{file}", True, f"receipt {one.sequence}, of the key", "one of it"))
             if found:

@@ -64,12 +64,8 @@ def read_launch(
         describe(host_data),
         "64 hexadecimal digits in lower case",
     )
-    try:
+    with SettingsError.for_os(str(ovmf), "firmware"):
         firmware = hashlib.sha256(ovmf.read_bytes()).hexdigest()
-    except OSError as error:
-        raise SettingsError(
-            str(ovmf), got=error.strerror or type(error).__name__, expected="firmware"
-        ) from None
     SettingsError.unless(ovmf_sha256 == firmware, str(ovmf), f"SHA-256 {firmware}", ovmf_sha256)
     return Launch(vcpus, vcpu_type, ovmf, bytes.fromhex(host_data))
 

@@ -280,11 +280,9 @@ def chosen_prompt(
 
 def require_utf8(text: str, where: str) -> str:
     """Return a text from the command line. Raises PromptError if its bytes were not UTF-8."""
-    try:
+    # Python stands surrogates for such bytes, which no tokenizer takes.
+    with PromptError.instead_of(UnicodeEncodeError, where, "bytes that are not UTF-8", "UTF-8"):
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        # Python stands surrogates for such bytes, which no tokenizer takes.
-        raise PromptError(where, got="bytes that are not UTF-8", expected="UTF-8") from None
     return text
 
 

@@ -255,15 +255,14 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
 
 def read_answer(body: bytes) -> Statement:
     """Read the JSON that `/v1/attestation` answers with. Raises EvidenceError."""
-    try:
+    with EvidenceError.instead_of(
+        (ValueError, TypeError, AttributeError, RecursionError, Base64Error),
+        "answer",
+        "another content",
+        "claims and evidence, as /v1/attestation gives them",
+    ):
         fields = {name: b64decode(text, validate=True) for name, text in json.loads(body).items()}
         return Statement(**fields)
-    except (ValueError, TypeError, AttributeError, RecursionError, Base64Error):
-        raise EvidenceError(
-            "answer",
-            got="another content",
-            expected="claims and evidence, as /v1/attestation gives them",
-        ) from None
 
 
 class Address(NamedTuple):
@@ -336,15 +335,9 @@ class Proxy:
         self._guard, self._over = threading.Lock(), threading.Event()
         self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
-        try:
+        with EndpointError.for_os(f"--listen {listen[0]}:{listen[1]}", "an address that is free"):
             family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
             self._listening = socket.create_server(listen, family=family)
-        except OSError as error:
-            raise EndpointError(
-                f"--listen {listen[0]}:{listen[1]}",
-                got=error.strerror or type(error).__name__,
-                expected="an address that is free",
-            ) from None
         self.port: int = self._listening.getsockname()[1]
         self._again = threading.Thread(target=self._prove_again, daemon=True)
 

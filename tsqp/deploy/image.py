@@ -118,14 +118,9 @@ class Lock(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
-        try:
+        readable = SettingsError.for_os(str(path), "a lock file")
+        with readable, SettingsError.instead_of(ValueError, str(path), "another content", "JSON"):
             content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise SettingsError(
-                str(path), got=error.strerror or type(error).__name__, expected="a lock file"
-            ) from None
-        except ValueError:
-            raise SettingsError(str(path), got="another content", expected="JSON") from None
         return validate_file(cls, content, str(path), SettingsError)
 
 
@@ -208,20 +203,21 @@ def measure(image: Path, launch: Launch) -> bytes:
     # Other firmware would start a kernel that nothing measured.
     firmware = str(launch.firmware)
     expected = "firmware that checks hashes of the kernel, such as Debian's OVMF.amdsev.fd"
-    try:
+    with (
+        SettingsError.instead_of(
+            (RuntimeError, ValueError, KeyError, IndexError, AssertionError),
+            firmware,
+            "another content",
+            expected,
+        ),
+        SettingsError.for_os(firmware, expected),
+    ):
         found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
-    except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise SettingsError(firmware, got=got, expected=expected) from None
-    except (RuntimeError, ValueError, KeyError, IndexError, AssertionError):
-        raise SettingsError(firmware, got="another content", expected=expected) from None
     SettingsError.unless(found, firmware, "no place for them", expected)
-    try:
+    with SettingsError.instead_of(
+        UnicodeDecodeError, str(image / COMMAND_LINE), "another content", "ASCII"
+    ):
         line = (image / COMMAND_LINE).read_text(encoding="ascii")
-    except UnicodeDecodeError:
-        raise SettingsError(
-            str(image / COMMAND_LINE), got="another content", expected="ASCII"
-        ) from None
     return bytes(
         calc_launch_digest(
             SevMode.SEV_SNP,

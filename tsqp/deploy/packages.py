@@ -41,15 +41,13 @@ def call(command: Sequence[str | Path], *, settings: Mapping[str, str] | None = 
     `settings`: variables on top of the fixed environment.
     """
     program = str(command[0])
-    try:
+    with SettingsError.instead_of(FileNotFoundError, program, "no such program", "it installed"):
         done = subprocess.run(
             [str(word) for word in command],
             env=_FIXED | dict(settings or {}),
             capture_output=True,
             check=False,
         )
-    except FileNotFoundError:
-        raise SettingsError(program, got="no such program", expected="it installed") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
         raise SettingsError(

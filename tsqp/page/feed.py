@@ -200,7 +200,7 @@ class _Said(BaseModel):
 def page_routes(feed: Feed, runner: Runner) -> list[Route]:
     """Return `/`, and what the page asks for. Raises OSError for a page that is not installed."""
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-    headers, matcher = page_headers(page), VocabularyMatcher(Path(runner.model_directory))
+    headers, matcher = page_headers(page), VocabularyMatcher(runner.settings.model)
 
     def show(_: HttpRequest) -> Response:
         return HTMLResponse(page, headers=headers)

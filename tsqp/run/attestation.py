@@ -28,7 +28,7 @@ from protocol.endpoint import one_for_each
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.attesters import Attester, find_attester
 from tee_side.attest.statement import NONE, About, GpuEvidence, Statement
-from tee_side.plugins import source_of
+from tee_side.plugins import sources
 from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.extras import require
@@ -131,7 +131,22 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
         f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)
     }
     said |= {"runner": keys[0].public} if keys else {}
-    plugins, path = _plugins(policy), settings.service_appraisal
+    # A digest of the source of each mask that is not ours, by its name.
+    plugins = {}
+    for kind in map(type, policy.masks):
+        if kind.__module__.startswith(_OURS):
+            continue
+        source, name = sources.get(kind.__module__), ascii(kind.__name__)
+        if source is None:
+            raise SettingsError(
+                "--attest: policy",
+                got=f"the mask {name}",
+                expected="masks of files: what a package has on the disk may not be what was"
+                " imported",
+            )
+        digest = hashlib.sha256(source).digest()
+        plugins[f"{name} {digest.hex()[:8]}"] = digest
+    path = settings.service_appraisal
     # What services must be is among the operator's own files.
     if path is not None:
         plugins["service appraisal"] = hashlib.sha256(_content(path)).digest()
@@ -176,28 +191,6 @@ def settings_digest(settings: Settings, **resolved: object) -> bytes:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
 
 
-def _plugins(policy: Policy) -> dict[str, bytes]:
-    """Return a digest of the source of each mask that is not ours, by its name.
-
-    Raises SettingsError for one of an installed package: its files may not be what was imported.
-    """
-    found = {}
-    for kind in map(type, policy.masks):
-        if kind.__module__.startswith(_OURS):
-            continue
-        source, name = source_of(kind.__module__), ascii(kind.__name__)
-        if source is None:
-            raise SettingsError(
-                "--attest: policy",
-                got=f"the mask {name}",
-                expected="masks of files: what a package has on the disk may not be what was"
-                " imported",
-            )
-        digest = hashlib.sha256(source).digest()
-        found[f"{name} {digest.hex()[:8]}"] = digest
-    return found
-
-
 def _der(path: Path) -> list[bytes]:
     """Read the certificates of a file, in DER or PEM."""
     content = _content(path)
@@ -207,12 +200,8 @@ def _der(path: Path) -> list[bytes]:
 def _content(path: Path | None) -> bytes:
     if path is None:
         return b""
-    try:
+    with SettingsError.for_os(str(path), "a file to read"):
         return path.read_bytes()
-    except OSError as error:
-        raise SettingsError(
-            str(path), error.strerror or type(error).__name__, "a file to read"
-        ) from None
 
 
 def read_certificates() -> dict[str, tuple[bytes, ...]]:

@@ -51,12 +51,10 @@ def keep_memory_private(*, from_others: bool) -> None:
 
 def require_seed() -> None:
     """Raise UnseededError where the operating system's generator has no seed yet."""
-    try:
+    with UnseededError.instead_of(
+        BlockingIOError, "the operating system's random generator", "no seed", "one (wait a moment)"
+    ):
         os.getrandom(1, os.GRND_NONBLOCK)
-    except BlockingIOError:
-        raise UnseededError(
-            "the operating system's random generator", got="no seed", expected="one (wait a moment)"
-        ) from None
 
 
 def _quoted(value: object) -> str:
@@ -92,9 +90,7 @@ def configure(level: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogfmtFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(level.upper())
 

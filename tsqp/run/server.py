@@ -200,7 +200,7 @@ async def _serve(
         call=loop.call_soon_threadsafe,
         filling=runner.filling,
         totals=runner.totals,
-        waits=lambda: runner.waits,
+        waits=lambda: runner.services.waits,
         tell=tell,
     )
     app = _app(runner, settings, feed, parts, engine)
@@ -313,7 +313,7 @@ def _fingerprint(runner: Runner, calibration: Path | None) -> str:
     said = [runner.model_digest, policy_digest(runner.policy).hex(), str(runner.dtype)]
     said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
     if runner.policy.arithmetic == "int8":
-        path = calibration_path(runner.model_directory, calibration)
+        path = calibration_path(runner.settings.model, calibration)
         said.append(hashlib.sha256(read_bytes(path, MAX_FILE_BYTES, inside=False)).hexdigest())
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -67,19 +68,11 @@ def setting(default: Any, text: str | None = None, **more: Any) -> Any:
     return field(default=default, repr=not said.secret, metadata={"setting": said})
 
 
-def local(default: Any, text: str | None = None, **more: Any) -> Any:
-    """Declare a setting of this machine: where things are, or how long to wait; not claimed."""
-    return setting(default, text, claim=False, **more)
-
-
-def local_file(text: str, **more: Any) -> Any:
-    """Declare the setting of a file of this machine, which may be left out; not claimed."""
-    return file_setting(text, claim=False, **more)
-
-
-def file_setting(text: str, **more: Any) -> Any:
-    """Declare the setting of a file, which may be left out."""
-    return setting(None, text, metavar="FILE", **more)
+# Of this machine: where things are, or how long to wait; not claimed.
+local = partial(setting, claim=False)
+# Of a file, which may be left out; the second one is of this machine, and not claimed.
+file_setting = partial(setting, None, metavar="FILE")
+local_file = partial(file_setting, claim=False)
 
 
 def again(of: type[Settings], name: str, **changed: Any) -> Any:

@@ -173,13 +173,9 @@ def _own(folder: Path) -> Path:
 
 def open_file(path: Path, flags: int) -> int:
     """Open a file for this process alone. Raises PadBankError."""
-    try:
+    with PadBankError.for_os(str(path), "a file of a pad bank"):
         # Not blocking: a pipe would let us wait for ever. Files do not know the difference.
         descriptor = os.open(path, flags | os.O_NONBLOCK | _OPEN)
-    except OSError as error:
-        raise PadBankError(
-            str(path), error.strerror or type(error).__name__, "a file of a pad bank"
-        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise PadBankError(str(path), "no regular file", "a file of a pad bank")

@@ -66,10 +66,10 @@ class ServiceSpec:
             "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
         )
         parse_endpoint(endpoint)
-        try:
+        with SettingsError.instead_of(
+            ValueError, "--gpu", repr(text), "a range that runs forwards"
+        ):
             found = LayerRange.parse(layers) if layers else None
-        except ValueError:
-            raise SettingsError("--gpu", repr(text), "a range that runs forwards") from None
         return ServiceSpec(endpoint, found, int(share) if share else None)
 
     def __str__(self) -> str:

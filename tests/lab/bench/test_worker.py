@@ -93,7 +93,7 @@ def _exchange(
 
 def test_stages_add_up_by_operator_and_layer() -> None:
     collector = Collector()
-    lane = collector.lane(0)
+    lane = collector(0)
     lane.called("rms_norm", 0, "tee")
     lane.spent("rms_norm", 0, "tee", 1000, 4000)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_stages_add_up_by_operator_and_layer() -> None:
         ([_exchange(100_000, 80, 900)], Stages(encode_us=5, queue_us=80, gpu_us=20, decode_us=2)),
     ):
         collector = Collector()
-        collector.lane(0).exchanged("qkv_proj", 0, asked)
+        collector(0).exchanged("qkv_proj", 0, asked)
         (cost,) = collector.costs(1)
         assert (cost.rpcs, cost.stages) == (len(asked), stages)
 

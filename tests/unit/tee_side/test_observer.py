@@ -42,7 +42,7 @@ class Notes:
     times: list[tuple[int, int]] = field(default_factory=list)
     trips: list[tuple[Operator, int | None, int]] = field(default_factory=list)
 
-    def lane(self, index: int) -> Notes:
+    def __call__(self, index: int) -> Notes:
         assert index == len(self.lanes)
         self.lanes.append(Notes())
         return self.lanes[-1]

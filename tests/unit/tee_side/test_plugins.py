@@ -14,7 +14,7 @@ import pytest
 
 from protocol.errors import InputError, ManifestError, PluginError, PolicyError, TsqpError
 from tee_side import plugins
-from tee_side.plugins import checking_files, load_module, load_object, source_of
+from tee_side.plugins import checking_files, load_module, load_object, sources
 from tee_side.policy.placement import load_policy, policy_names
 from tee_side.protect.masks.mask import Pad, all_masks, find_mask
 from tee_side.protect.verification import find_checks
@@ -94,7 +94,7 @@ def test_a_file_is_checked_each_time_and_what_was_checked_is_what_runs(tmp_path:
         path.write_text("VALUE = 3")
     assert load_object(str(path), "VALUE") == 1
     assert len(checked) == 3
-    assert source_of(load_module(path).__name__) == b"VALUE = 1\n"
+    assert sources[load_module(path).__name__] == b"VALUE = 1\n"
     # One that failed is run again the next time.
     with pytest.raises(PluginError):
         load_module(other)

@@ -108,7 +108,8 @@ def client() -> TestClient:
         return PlainTextResponse("answer")
 
     totals = mock.Mock(return_value=Totals(pads_ready=5, pads_in_tee=1))
-    runner = mock.Mock(model_directory=DEMO, dtype=torch.float32, totals=totals)
+    settings = mock.Mock(model=DEMO)
+    runner = mock.Mock(settings=settings, dtype=torch.float32, totals=totals)
     runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])

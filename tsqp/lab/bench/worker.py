@@ -248,7 +248,7 @@ class _Sums:
 
 
 class Collector:
-    """Adds up steps since `reset`. Hand `lane(0)`, `lane(1)`, ... to the operators.
+    """Adds up steps since `reset`. The operators of micro-batch 0 tell `collector(0)`, and so on.
 
     `keep_spans`: keep every piece of a step as well.
     """
@@ -260,8 +260,8 @@ class Collector:
         self._pieces: list[tuple[int, Site, str, float, float]] = []
         self._origin_ns = 0
 
-    def lane(self, index: int) -> _Lane:
-        """See `tee_side.observer.Observers.lane`."""
+    def __call__(self, index: int) -> _Lane:
+        """See `tee_side.observer.Observers`."""
         return _Lane(self, index)
 
     def reset(self, origin_ns: int) -> None:

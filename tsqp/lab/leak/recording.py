@@ -274,8 +274,8 @@ def logits_of(
             cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
             batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
-            (result,) = run_step([Part(batch, "prefill")], stage.lanes)
-            found.append(result.logits_NV.float())
+            ((logits_NV, _),) = run_step([Part(batch, "prefill")], stage.lanes)
+            found.append(logits_NV.float())
     return found
 
 
@@ -359,7 +359,7 @@ def _session(
             parts.append((start, end))
         before, start = after, end
     traces = tuple(Trace(channel.take().messages, added) for channel in channels)
-    every = [*sequence.prompt_ids, *sequence.token_ids]
+    every = sequence.ids
     steps = traces[0].steps if traces else ()
     if len(steps) == len(parts):
         # Of an LM head alone the last token, whose row it gets; else all of a step.

@@ -143,12 +143,10 @@ def _provisioned_mask(mask: Mask) -> ProvisionedMask:
             got=f"no support for {', '.join(missing)}",
             expected="all linear operators: a server that holds some in the clear gives them away",
         )
-    try:
+    with MaskError.instead_of(
+        ValidationError, f"mask {mask.name}", "this name", "lower-case letters, digits and -"
+    ):
         Provision(mask=mask.name, provision_id="0" * 64)
-    except ValidationError:
-        raise MaskError(
-            f"mask {mask.name}", got="this name", expected="lower-case letters, digits and -"
-        ) from None
     return mask
 
 

@@ -13,8 +13,7 @@ import torch
 from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
-from tee_side.engine.request import SamplingSettings
-from tee_side.engine.sampling import Sampler
+from tee_side.engine.request import Sampler, SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory
@@ -53,7 +52,7 @@ def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:
     """Of random logits, until the grammar is complete: a model without any sense."""
-    ends = EOS & set(tokenizer.special_tokens.values())
+    ends = EOS & set(tokenizer.raw.get_added_tokens_decoder())
     for seed in range(20):
         compiled = compiler.compile("json_schema", [SCHEMA, json.dumps(SCHEMA)][seed % 2])
         generator, ids = torch.Generator().manual_seed(seed), list[int]()
@@ -61,7 +60,7 @@ def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
         while not ids or ids[-1] not in ends:
             assert len(ids) < 1000
             ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
-        assert all(token_id < tokenizer.vocabulary_size for token_id in ids)
+        assert all(token_id < tokenizer.raw.get_vocab_size() for token_id in ids)
         found = json.loads(b"".join(map(tokenizer.token_bytes, ids[:-1])))
         assert set(found) == set(SCHEMA["properties"])
         assert isinstance(found["name"], str)

@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from tee_side.engine.reading import MAX_TOP, logprobs_of
-from tee_side.engine.request import SamplingSettings
-from tee_side.engine.sampling import Sampler, penalize, settings_of_sample, warp
+from tee_side.engine.request import Sampler, SamplingSettings, penalize, settings_of_sample, warp
 from tests.kit.rows import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=40).map(torch.tensor)

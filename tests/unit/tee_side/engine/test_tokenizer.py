@@ -82,7 +82,7 @@ def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     """Most characters here are split over several tokens."""
     found = known[kind]
     ids = found.encode(text, add_special_tokens=False)
-    assert found.decode([*found.special_tokens.values(), *ids]) == text
+    assert found.decode([*found.raw.get_added_tokens_decoder(), *ids]) == text
     joined = b"".join(found.token_bytes(token_id) for token_id in ids).decode()
     assert joined == (f" {text}" if kind == "sentencepiece" and text else text)
     stream, whole = TextStream(found), found.decode(ids)
@@ -224,8 +224,8 @@ _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
         ({"decoder": _STRIPS}, lambda t: t.decode(t.encode("ttt"))),
         ({"decoder": _STRIPS}, lambda t: [TextStream(t).feed(i) for i in t.encode("ttt")]),
         ({"normalizer": _CHARSMAP}, lambda _: None),  # panics when it is loaded
-        ({}, lambda t: (setattr(t, "_raw", TALKS), t.encode("the cat"))),
-        ({}, lambda t: (setattr(t, "_raw", TALKS), t.decode([1]))),
+        ({}, lambda t: (setattr(t, "raw", TALKS), t.encode("the cat"))),
+        ({}, lambda t: (setattr(t, "raw", TALKS), t.decode([1]))),
     ],
 )
 def test_what_the_library_raises_is_a_model_error_that_names_the_file_and_quotes_nothing(

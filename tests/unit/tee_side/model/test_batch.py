@@ -41,21 +41,21 @@ def test_rows_stand_side_by_side_and_the_last_of_a_complete_sequence_has_logits(
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.token_ids_T.dtype == torch.int64
     assert [
-        (c.cache, c.rows, c.start, c.context, c.known_length, c.behind) for c in batch.chunks
+        (c.cache, c.rows, c.start, c.tokens, c.known_length, c.behind) for c in batch.chunks
     ] == [
         (first, slice(0, 3), 0, 3, 3, 0),
-        (second, slice(3, 4), 7, 8, 8, 0),
-        (third, slice(4, 6), 2, 4, 13, 0),
+        (second, slice(3, 4), 7, 1, 8, 0),
+        (third, slice(4, 6), 2, 2, 13, 0),
     ]
     assert batch.output_rows == (2, 3)
     # Guesses are rows of their own, that see what decoding alone would.
     one, two = _caches(config, 6, 2)
     batch = Batch.of([Take(one, [9, 4, 7], 0, drafts=2), Take(two, [1, 2], 3)])
-    assert [(c.cache, c.rows, c.start, c.context, c.known_length) for c in batch.chunks] == [
-        (one, slice(0, 1), 6, 7, 7),
-        (one, slice(1, 2), 7, 8, 8),
-        (one, slice(2, 3), 8, 9, 9),
-        (two, slice(3, 5), 2, 4, 7),
+    assert [(c.cache, c.rows, c.start, c.tokens, c.known_length) for c in batch.chunks] == [
+        (one, slice(0, 1), 6, 1, 7),
+        (one, slice(1, 2), 7, 1, 8),
+        (one, slice(2, 3), 8, 1, 9),
+        (two, slice(3, 5), 2, 2, 7),
     ]
     assert batch.output_rows == (0, 1, 2)
     # Rows that are read are counted from the first of their sequence.
@@ -103,7 +103,6 @@ def test_the_parts_are_the_batch_in_order(
             starts = [c.rows.start for c in part.chunks]
             assert starts == [0, *[c.rows.stop for c in part.chunks[:-1]]]
             assert part.chunks[-1].rows.stop == len(part.token_ids_T)
-            assert all(c.context == c.start + c.tokens for c in part.chunks)
 
 
 def _rows(count: int, seed: int) -> torch.Tensor:
