@@ -6,9 +6,10 @@ the answer and is not supported (`_NotSupported`): no client gets another answer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from tee_side.engine.reading import MAX_TOP
@@ -46,65 +47,75 @@ class _Body(BaseModel):
         return _few_fields(value)
 
 
+_B = TypeVar("_B", bound=_Body)
+
+
+def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
+    """Return what adds fields to a model that nobody reads: what each may be, and null."""
+
+    def add(model: type[_B]) -> type[_B]:
+        given: dict[str, Any] = {name: (kind, None) for name, kind in fields.items()}
+        named = model.__name__
+        return create_model(
+            named, __base__=model, __doc__=model.__doc__, __module__=__name__, **given
+        )
+
+    return add
+
+
+_UNUSED = (
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
+    *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
+    "id_slot",
+)
+_NOT_SUPPORTED: dict[str, Any] = {
+    "best_of": Literal[1] | None,
+    "functions": _Empty | None,
+    "function_call": Literal["none"] | None,
+    "tools": _Empty | None,
+    "tool_choice": Literal["none"] | None,
+    "audio": None,
+    "modalities": list[Literal["text"]] | None,
+    "prediction": None,
+    "reasoning_effort": Literal["none"] | None,
+    "web_search_options": None,
+    "min_tokens": Literal[0] | None,
+    "use_beam_search": Literal[False] | None,
+    "length_penalty": Annotated[float, Field(ge=1, le=1)] | None,
+    "include_stop_str_in_output": Literal[False] | None,
+    "skip_special_tokens": Literal[True] | None,
+    "truncate_prompt_tokens": None,
+    "suffix": None,
+    "prompt_logprobs": None,
+    "verbosity": None,
+    "allowed_token_ids": None,
+    "bad_words": _Empty | None,
+    "chat_template_kwargs": Annotated[dict[str, Any], Field(max_length=0)] | None,
+    "continue_final_message": Literal[False] | None,
+    "detokenize": Literal[True] | None,
+    "early_stopping": Literal[False] | None,
+    "return_token_ids": Literal[False] | None,
+    "return_tokens_as_token_ids": Literal[False] | None,
+    "timings_per_token": Literal[False] | None,
+}
+
+
+@_accepting(dict.fromkeys(_UNUSED, Any))
 class _Unused(_Body):
     """What clients send that changes no answer: accepted, and not looked at."""
 
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    parallel_tool_calls: Any = None
-    priority: Any = None
-    request_id: Any = None
-    cache_prompt: Any = None
-    guided_decoding_backend: Any = None
-    spaces_between_special_tokens: Any = None
-    session_id: Any = None
-    chat_id: Any = None
-    id_slot: Any = None
 
-
+@_accepting(_NOT_SUPPORTED)
 class _NotSupported(_Body):
     """What would change the answer, with the only values that do not."""
 
-    best_of: Literal[1] | None = None
-    functions: _Empty | None = None
-    function_call: Literal["none"] | None = None
-    tools: _Empty | None = None
-    tool_choice: Literal["none"] | None = None
-    audio: None = None
-    modalities: list[Literal["text"]] | None = None
-    prediction: None = None
-    reasoning_effort: Literal["none"] | None = None
-    web_search_options: None = None
-    min_tokens: Literal[0] | None = None
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: None = None
-    suffix: None = None
-    prompt_logprobs: None = None
-    verbosity: None = None
-    allowed_token_ids: None = None
-    bad_words: _Empty | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    continue_final_message: Literal[False] | None = None
-    detokenize: Literal[True] | None = None
-    early_stopping: Literal[False] | None = None
-    return_token_ids: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
-    timings_per_token: Literal[False] | None = None
 
-
+@_accepting({"include_obfuscation": Any})
 class StreamOptions(_Body):
     """`include_obfuscation` is accepted and unused."""
 
     include_usage: bool | None = None
-    include_obfuscation: Any = None
 
 
 class JsonSchema(_Body):
@@ -178,22 +189,34 @@ class TextPart(_Body):
     text: str
 
 
+@_accepting(
+    {
+        "refusal": None,
+        "annotations": Any,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": _Empty | None,
+    }
+)
 class ChatMessage(_Body):
     """A turn of a conversation. Only an assistant's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _List[TextPart] | None = None
     name: _Name | None = None
-    refusal: None = None
-    annotations: Any = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: _Empty | None = None
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
+@_accepting(
+    {
+        # A template writes its own.
+        "add_special_tokens": Literal[False] | None,
+        "chat_template": None,
+        "echo": Literal[False] | None,
+    }
+)
 class ChatRequest(Generating):
     """`/v1/chat/completions`."""
 
@@ -203,10 +226,6 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     add_generation_prompt: bool | None = None
-    # A template writes its own.
-    add_special_tokens: Literal[False] | None = None
-    chat_template: None = None
-    echo: Literal[False] | None = None
 
 
 class EmbeddingsRequest(_Unused):
