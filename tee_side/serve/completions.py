@@ -27,7 +27,7 @@ from tee_side.serve.answers import (
     WholeAnswer,
 )
 from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, Serving, caller_of, serving_of
+from tee_side.serve.exchange import EngineResponse, Serving, serving_of
 from tee_side.serve.schema import (
     ChatMessage,
     ChatRequest,
@@ -164,7 +164,7 @@ async def prepared(
 
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
-    serving, caller = serving_of(request), caller_of(request)
+    serving, caller = serving_of(request), request.state.caller
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
@@ -377,7 +377,7 @@ def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> E
 
 def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
-    serving, caller = serving_of(request), caller_of(request)
+    serving, caller = serving_of(request), request.state.caller
     model, param = serving.model, "body.input"
     require_model(model, body.model)
     require(

@@ -78,12 +78,6 @@ def serving_of(request: HttpRequest) -> Serving:
     return serving
 
 
-def caller_of(request: HttpRequest) -> RequestWatch:
-    """Return what accounts for a request, of the owner that `authorise` named."""
-    caller: RequestWatch = request.state.caller
-    return caller
-
-
 class EngineResponse(Response):
     """A response that asks the engine when it is sent.
 
@@ -167,7 +161,8 @@ class EngineResponse(Response):
                     await self._send(send, text)
                 self._submit()
             await self._tick()
-            text, end = self._answer.finish(self._told()), _DONE if self._streamed else ""
+            told = self._counts.rounded(self._serving.round_usage)
+            text, end = self._answer.finish(told), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:
@@ -190,15 +185,12 @@ class EngineResponse(Response):
             try:
                 ticket = self._serving.engine.submit(self._requests[prompt], deliver)
             except QueueFullError:
-                if not self._goes_on():
+                # It may wait where others of its request had a place.
+                if not self._begun and not self._open:
                     raise
                 return
             self._open[prompt] = ticket
             self._left_to_do.popleft()
-
-    def _goes_on(self) -> bool:
-        """Say whether a prompt that finds no place now may wait: others of its request had one."""
-        return bool(self._begun or self._open)
 
     def _deliver(self, prompt: int, delivery: Delivery) -> None:
         parts = [delivery]
@@ -249,7 +241,7 @@ class EngineResponse(Response):
         if delivery.error is not None:
             if isinstance(delivery.error, QueueFullError):
                 self._left_to_do.appendleft(prompt)
-                if self._goes_on():
+                if self._begun or self._open:
                     return ""
             raise delivery.error
         self._begun = True
@@ -263,16 +255,13 @@ class EngineResponse(Response):
             return await asyncio.to_thread(self._answer.add, prompt, delivery)
         return self._answer.add(prompt, delivery)
 
-    def _told(self) -> TokenCounts:
-        return self._counts.rounded(self._serving.round_usage)
-
     async def _send(self, send: Send, text: str, end: str | None = None) -> None:
         """Send a piece; with `end`, the last one, and `end` behind its receipt."""
         body, own = text.encode(), dict[str, str]()
         if self.receipt is not None:
             self.receipt.add(body)
         if self.receipt is not None and end is not None:
-            told = self._told()
+            told = self._counts.rounded(self._serving.round_usage)
             signed = self.receipt.sign(self._requests, told.prompt, told.completion)
             if self._streamed:
                 body += f": {HEADER} {signed}\n\n".encode()
