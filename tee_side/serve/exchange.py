@@ -22,8 +22,8 @@ from tee_side.engine.background import BackgroundEngine, QueueFullError, Ticket
 from tee_side.engine.grammar import GrammarKind, GrammarMatcher
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
-from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
+from tee_side.serve.schema import ApiError, loading, of_engine
 from tee_side.serve.watch import RequestWatch, Watch
 
 _DONE = "data: [DONE]\n\n"
@@ -53,7 +53,7 @@ class Serving:
 
     `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
     PromptError. `compiling`: grammars of each owner.
-    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
+    `authorise`: returns whose request it is, or raises `schema.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
     told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
     """

@@ -47,7 +47,7 @@ from tee_side.attest.statement import (
     key_digest,
     report_data,
 )
-from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import HpkeKey
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ProtocolError
-from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,
