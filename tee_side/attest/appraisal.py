@@ -48,10 +48,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from protocol.errors import EvidenceError, SettingsError, describe
 from protocol.validation import first_problem, refusal
 from tee_side.attest.attesters import VerifiedSimulated, verify_simulated
+from tee_side.attest.guests import (
+    Product,
+    SigningKey,
+    Tcb,
+    VerifiedSnp,
+    VerifiedTdx,
+    verify_snp,
+    verify_tdx,
+)
 from tee_side.attest.nvidia import verify_nvidia
-from tee_side.attest.snp import Product, SigningKey, Tcb, VerifiedSnp, verify_snp
 from tee_side.attest.statement import Claims, Evidence, Purpose, Statement, gpu_nonce, report_data
-from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
 _CLOCKS_APART_S = 60

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.utils import CryptographyDeprecationWarning
 
 from protocol.errors import EvidenceError, ProtocolError
-from tee_side.attest import snp
-from tee_side.attest.snp import SnpReport, Tcb
+from tee_side.attest import guests
+from tee_side.attest.guests import SnpReport, Tcb
 from tee_side.attest.statement import Claims, Evidence, read_certificate
 from tee_side.serve.sealed import Direction
 from tests.fuzz.engine import Target
@@ -35,7 +35,7 @@ def _same_size(mutator: Mutator, case: Case, other: Case) -> Case:
 # A key for which every signature is right, and its own certificate.
 _ANY = Mock(spec=["key_size", "public_key", "verify"], key_size=4096, __class__=RSAPublicKey)
 _ANY.public_key = lambda: _ANY
-_signed_body = snp._signed_body
+_signed_body = guests._signed_body
 _report = cache(lambda *which: SnpReport.parse(make_report(*which)))
 
 
@@ -48,8 +48,8 @@ def _leaf(case: Case) -> str:
     kind: Any = "vlek" if b"VLEK" in case[0] else "vcek"
     chain = make_chain(product, kind)
     certificates = (case[0], chain.ask, chain.ark)
-    with chain.pinned(), patch.object(snp, "_signed_body", _unverified):
-        snp.verify_chain(_report(product, kind), certificates, snp_chain.NOW)
+    with chain.pinned(), patch.object(guests, "_signed_body", _unverified):
+        guests.verify_chain(_report(product, kind), certificates, snp_chain.NOW)
     return f"{product} {kind}"
 
 
