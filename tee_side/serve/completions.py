@@ -28,6 +28,7 @@ from tee_side.serve.answers import (
 )
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
 from tee_side.serve.schema import (
+    SAMPLING,
     ApiError,
     ChatMessage,
     ChatRequest,
@@ -252,8 +253,7 @@ def exchange(
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
     """Return the settings, of which OpenAI's defaults hold: temperature 1."""
-    names = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-    settings: dict[str, Any] = {name: getattr(body, name) for name in (*names, "seed")}
+    settings: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
     settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
     if body.logit_bias:
         settings["logit_bias"] = _bias(model, body.logit_bias)

@@ -62,10 +62,19 @@ class _Body(BaseModel):
 
 
 _B = TypeVar("_B", bound=_Body)
+# As SamplingSettings names them.
+SAMPLING: dict[str, Any] = {
+    "seed": Annotated[int, Field(ge=0, lt=2**62)] | None,
+    "top_p": Annotated[float, Field(gt=0, le=1)] | None,
+    "min_p": Annotated[float, Field(ge=0, le=1)] | None,
+    "frequency_penalty": _Penalty | None,
+    "presence_penalty": _Penalty | None,
+    "repetition_penalty": Annotated[float, Field(ge=0.01, le=100)] | None,
+}
 
 
 def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
-    """Return what adds fields to a model that nobody reads: what each may be, and null."""
+    """Return what adds fields to a model that are not read one by one, None by default."""
 
     def add(model: type[_B]) -> type[_B]:
         given: dict[str, Any] = {name: (kind, None) for name, kind in fields.items()}
@@ -132,13 +141,11 @@ class StreamOptions(_Body):
     include_usage: bool | None = None
 
 
+@_accepting({"name": _Name | None, "description": str | None, "strict": bool | None})
 class JsonSchema(_Body):
     """A schema by its name; `strict`: it is always followed."""
 
-    name: _Name | None = None
-    description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
 
 
 class ResponseFormat(_Body):
@@ -158,6 +165,7 @@ class StructuredOutputs(_Body):
     choice: _List[str] | None = None
 
 
+@_accepting(SAMPLING)
 class Generating(_Unused, _NotSupported):
     """What completions and chats have in common."""
 
@@ -167,14 +175,8 @@ class Generating(_Unused, _NotSupported):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=_MAX_FIELDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_fields)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -242,6 +244,7 @@ class ChatRequest(Generating):
     add_generation_prompt: bool | None = None
 
 
+@_accepting({"truncate_prompt_tokens": None})
 class EmbeddingsRequest(_Unused):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
@@ -251,7 +254,6 @@ class EmbeddingsRequest(_Unused):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: None = None
 
 
 class TokenizeRequest(_Body):

@@ -61,7 +61,17 @@ class UnsealedError(httpx2.RemoteProtocolError):
         self.status = status
 
 
-class SealedTransport(httpx2.BaseTransport):
+class _Over(httpx2.BaseTransport):
+    """Sends requests by another transport, and closes that one with itself."""
+
+    _inner: httpx2.BaseTransport
+
+    def close(self) -> None:
+        """Close the other transport."""
+        self._inner.close()
+
+
+class SealedTransport(_Over):
     """Sends requests by another transport, sealed to `public_key`; nothing goes out unsealed.
 
     The URL is as it was: paths and queries are seen by the proxy. Raises ProtocolError for what is
@@ -100,10 +110,6 @@ class SealedTransport(httpx2.BaseTransport):
             answer.close()
             raise
         return httpx2.Response(head.status, headers=head.raw(), stream=opened)
-
-    def close(self) -> None:
-        """Close the other transport."""
-        self._inner.close()
 
     def _sealed(self, request: httpx2.Request) -> tuple[bytes, bytes]:
         """Return what is sent of a request, and its secret."""
@@ -152,7 +158,7 @@ def _as_httpx2() -> Iterator[None]:
         raise httpx2.RemoteProtocolError(str(error)) from None
 
 
-class AttestedTransport(httpx2.BaseTransport):
+class AttestedTransport(_Over):
     """Sends requests over attested TLS; what would go elsewhere raises NotAttestedError.
 
     The server proves itself again where `again_s` of the context have passed, also to connections
@@ -176,12 +182,8 @@ class AttestedTransport(httpx2.BaseTransport):
                 prove(self._address, self._context)
         return self._inner.handle_request(request)
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._inner.close()
 
-
-class ProvedTransport(httpx2.BaseTransport):
+class ProvedTransport(_Over):
     """Seals requests to the key that a server proved to have, behind a proxy that ends TLS.
 
     New evidence, of a new nonce, is asked for after `again_s`, and after an answer that was not
@@ -220,10 +222,6 @@ class ProvedTransport(httpx2.BaseTransport):
         """Have the server prove itself. Raises NotAttestedError, httpx2.TransportError."""
         with self._guard:
             return self._prove()[0]
-
-    def close(self) -> None:
-        """Close what carries requests."""
-        self._inner.close()
 
     def _prove(self) -> tuple[Appraisal, SealedTransport]:
         self._sealed = None
