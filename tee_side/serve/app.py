@@ -180,8 +180,7 @@ async def health(request: Request) -> dict[str, str]:
     """Say that a token could be made; 503 else, and while a step waits for a lost service."""
     serving = serving_of(request)
     require_ready(serving)
-    if not serving.engine.can_step:
-        raise ApiError(503, "a step waits for a service", code="waiting")
+    ApiError.unless(serving.engine.can_step, 503, "a step waits for a service", code="waiting")
     return {"status": "ok"}
 
 

@@ -132,16 +132,16 @@ def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new
     prompt alone is too long.
     """
     room = model.max_model_len - len(ids)
-    if room < min(1, for_new):
-        raise ApiError(
-            400,
-            f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
-            kind="exceed_context_size_error",
-            param=param,
-            code="context_length_exceeded",
-            n_prompt_tokens=len(ids),
-            n_ctx=model.max_model_len,
-        )
+    ApiError.unless(
+        room >= min(1, for_new),
+        400,
+        f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
+        kind="exceed_context_size_error",
+        param=param,
+        code="context_length_exceeded",
+        n_prompt_tokens=len(ids),
+        n_ctx=model.max_model_len,
+    )
     return min(for_new, room)
 
 
@@ -149,13 +149,13 @@ def require_model(
     model: OfferedModel, name: str | None, *, param: str | None = "body.model"
 ) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
-    if name is not None and name != model.name:
-        raise ApiError(
-            404,
-            "there is no such model (GET /v1/models names the one that is served)",
-            param=param,
-            code="model_not_found",
-        )
+    ApiError.unless(
+        name in (None, model.name),
+        404,
+        "there is no such model (GET /v1/models names the one that is served)",
+        param=param,
+        code="model_not_found",
+    )
 
 
 async def prepared(
@@ -171,13 +171,13 @@ async def prepared(
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
-    if compiling.count >= _MOST_COMPILING:
-        raise ApiError(
-            503,
-            "too many grammars wait to be compiled: try again later",
-            code="overloaded",
-            headers={"retry-after": "1"},
-        )
+    ApiError.unless(
+        compiling.count < _MOST_COMPILING,
+        503,
+        "too many grammars wait to be compiled: try again later",
+        code="overloaded",
+        headers={"retry-after": "1"},
+    )
     compiling.count += 1
     try:
         async with compiling.turns:

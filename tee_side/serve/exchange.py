@@ -292,8 +292,7 @@ def require_ready(serving: Serving) -> None:
     state = serving.engine.state
     if state == "starting":
         raise loading()
-    if state == "failed":
-        raise ApiError(503, "the engine has failed", code=state)
+    ApiError.unless(state != "failed", 503, "the engine has failed", code=state)
 
 
 def ending() -> EngineError:

@@ -138,12 +138,12 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
             expected="TOML, each name once",
         ) from None
     entries = tables.pop("keys", None)
-    if tables or not isinstance(entries, dict) or not entries:
-        raise KeyFileError(
-            where,
-            got="other keys or tables" if tables else "no key",
-            expected="a table [keys.NAME] for each key",
-        )
+    KeyFileError.unless(
+        not tables and isinstance(entries, dict) and entries,
+        where,
+        "other keys or tables" if tables else "no key",
+        "a table [keys.NAME] for each key",
+    )
     keys: dict[str, ApiKey] = {}
     names: dict[str, str] = {}
     for name, fields in entries.items():
@@ -156,8 +156,12 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 
 def _key(name: str, fields: Any, where: str) -> ApiKey:
     known = [field for field in ApiKey.model_fields if field != "name"]
-    if not isinstance(fields, dict) or not fields.keys() <= set(known):
-        raise KeyFileError(where, got="an unknown field", expected=f"a table of {', '.join(known)}")
+    KeyFileError.unless(
+        isinstance(fields, dict) and fields.keys() <= set(known),
+        where,
+        "an unknown field",
+        f"a table of {', '.join(known)}",
+    )
     try:
         return ApiKey(name=name, **fields)
     except ValidationError as error:

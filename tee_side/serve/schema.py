@@ -351,6 +351,12 @@ class ApiError(HTTPException):
         fields: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
         self.body = json.dumps({"error": fields | more}, separators=(",", ":"))
 
+    @classmethod
+    def unless(cls, holds: object, status: int, message: str, **more: Any) -> None:
+        """Raise this error unless `holds`; `more`: what else it takes."""
+        if not holds:
+            raise cls(status, message, **more)
+
     def response(self) -> Response:
         """Return the answer."""
         return Response(self.body, self.status_code, self.headers, "application/json")

@@ -106,22 +106,27 @@ class Remembered:
         """
         self._now_s = max(self._now_s, self._clock())
         oldest_s = self._now_s - WINDOW_S
-        if not oldest_s <= head.time <= self._now_s + WINDOW_S:
-            raise ApiError(
-                400,
-                f"the client's clock: expected within {WINDOW_S} s of the server's",
-                code="sealed_time",
-            )
+        ApiError.unless(
+            oldest_s <= head.time <= self._now_s + WINDOW_S,
+            400,
+            f"the client's clock: expected within {WINDOW_S} s of the server's",
+            code="sealed_time",
+        )
         if head.method in _READS:
             return
         for second in [second for second in self._by_second if second < oldest_s]:
             del self._by_second[second]
         digest, seen = hashlib.sha256(secret).digest(), self._by_second.get(head.time, set())
-        if digest in seen:
-            raise ApiError(400, "this sealed request was sent before", code="sealed_replay")
-        if sum(map(len, self._by_second.values())) >= MAX_REMEMBERED:
-            headers = {"retry-after": "1"}
-            raise ApiError(503, "too many sealed requests", code="overloaded", headers=headers)
+        ApiError.unless(
+            digest not in seen, 400, "this sealed request was sent before", code="sealed_replay"
+        )
+        ApiError.unless(
+            sum(map(len, self._by_second.values())) < MAX_REMEMBERED,
+            503,
+            "too many sealed requests",
+            code="overloaded",
+            headers={"retry-after": "1"},
+        )
         self._by_second.setdefault(head.time, seen).add(digest)
 
     def remove(self, secret: bytes, head: RequestHead) -> None:

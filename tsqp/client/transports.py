@@ -173,10 +173,13 @@ class AttestedTransport(_Over):
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request. Raises NotAttestedError, EndpointError, and what httpx2 raises."""
         url = request.url
-        if (url.scheme, url.host, url.port or 443) != ("https", *self._address):
-            raise NotAttestedError(
-                "URL", "another scheme, host or port", f"https://{self._address}", None
-            )
+        NotAttestedError.unless(
+            (url.scheme, url.host, url.port or 443) == ("https", *self._address),
+            "URL",
+            "another scheme, host or port",
+            f"https://{self._address}",
+            appraisal=None,
+        )
         with self._guard:
             if self._context.stale:
                 prove(self._address, self._context)
