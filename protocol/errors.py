@@ -37,6 +37,8 @@ The message always reads *where: got X, expected Y*. Only codes cross the wire, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -106,6 +108,15 @@ class TsqpError(Exception):
         """Raise an error of this class unless `holds`; `more`: what else the class takes."""
         if not holds:
             raise cls(where, got=got, expected=expected, **more)
+
+    @classmethod
+    @contextmanager
+    def refusing(cls, where: str, expected: str) -> Iterator[None]:
+        """Raise an error of this class in the place of an OSError of the block."""
+        try:
+            yield
+        except OSError as error:
+            raise cls(where, error.strerror or type(error).__name__, expected) from None
 
 
 class InputError(TsqpError):

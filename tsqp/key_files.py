@@ -53,14 +53,10 @@ def new_key_pair(name: Path) -> tuple[Path, Path, str]:
 def replace_public_key(path: Path, public: bytes) -> None:
     """Write a public key in the place of another, if there is one. Raises KeyFileError."""
     new = path.with_name(f"{path.name}.new")
-    try:
+    with KeyFileError.refusing(str(path), "a file to write"):
         new.unlink(missing_ok=True)
         write_new(new, f"{PUBLIC_HEADER}\n{public.decode()}\n", 0o644)
         new.replace(path)
-    except OSError as error:
-        raise KeyFileError(
-            str(path), got=error.strerror or type(error).__name__, expected="a file to write"
-        ) from None
 
 
 def public_key_of(path: Path) -> bytes:
@@ -73,12 +69,8 @@ def public_key_of(path: Path) -> bytes:
 
 def write_new(path: Path, text: str, mode: int) -> None:
     """Write a new file, or leave nothing after a failure. Raises KeyFileError."""
-    try:
+    with KeyFileError.refusing(str(path), "a new file"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    except OSError as error:
-        raise KeyFileError(
-            str(path), got=error.strerror or type(error).__name__, expected="a new file"
-        ) from None
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             os.fchmod(file.fileno(), mode)
@@ -123,13 +115,9 @@ class SecretKey(NamedTuple):
         Raises KeyFileError.
         """
         where = f"descriptor {descriptor}"
-        try:
-            with os.fdopen(descriptor, "rb") as file:
-                text = file.read(MAX_KEY_FILE_BYTES).decode("ascii", "replace")
-        except OSError as error:
-            raise KeyFileError(
-                where, got=error.strerror or type(error).__name__, expected="an open one with a key"
-            ) from None
+        refusing = KeyFileError.refusing(where, "an open one with a key")
+        with refusing, os.fdopen(descriptor, "rb") as file:
+            text = file.read(MAX_KEY_FILE_BYTES).decode("ascii", "replace")
         return self.parse(text, where)
 
     def parse(self, text: str, where: str) -> bytes:

@@ -142,14 +142,8 @@ class KeyServer(ThreadingMixIn, TCPServer):
         self.release, self._say, self.deadline_s = release, say, deadline_s
         self.places = threading.BoundedSemaphore(most)
         self.address_family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-        try:
+        with EndpointError.refusing(f"--listen {listen[0]}:{listen[1]}", "an address that is free"):
             super().__init__(listen, _Connection)
-        except OSError as error:
-            raise EndpointError(
-                f"--listen {listen[0]}:{listen[1]}",
-                got=error.strerror or type(error).__name__,
-                expected="an address that is free",
-            ) from None
         self.port: int = self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -203,13 +203,11 @@ class AppraisalPolicy(Strict):
     @classmethod
     def load(cls, path: Path, check: FileCheck = accept_any) -> AppraisalPolicy:
         """Read a file. Raises SettingsError, and what `check` raises of its path and content."""
-        try:
+        with SettingsError.refusing(str(path), "an appraisal policy"):
             content = path.read_bytes()
-            check(path, content)
+        check(path, content)
+        try:
             return cls.model_validate(tomllib.loads(content.decode()), strict=False)
-        except OSError as error:
-            got = error.strerror or type(error).__name__
-            raise SettingsError(str(path), got=got, expected="an appraisal policy") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
             raise SettingsError(str(path), got="another content", expected="TOML") from None
         except ValidationError as error:

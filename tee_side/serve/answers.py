@@ -143,9 +143,8 @@ class CompletionForm:
             f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
         )
 
-    def opening(self) -> str | None:
-        """Write nothing: the first chunk has text."""
-        return None
+    # The first chunk has text.
+    opening = None
 
     def delta(self, text: str) -> str:
         """Write the text."""
@@ -174,9 +173,7 @@ class ChatForm:
         """Write the list."""
         return f'{{"content":[{",".join(entry[0] for entry in entries)}],"refusal":null}}'
 
-    def opening(self) -> str:
-        """Write the role."""
-        return '"delta":{"role":"assistant","content":""}'
+    opening = '"delta":{"role":"assistant","content":""}'
 
     def delta(self, text: str) -> str:
         """Write the text of a chunk."""
@@ -336,7 +333,7 @@ class StreamedAnswer(WholeAnswer):
         return last if self._with_usage else ""
 
     def _open(self, choice: _Choice) -> str:
-        opening = self._form.opening()
+        opening = self._form.opening
         return "" if opening is None else self._event(choice, opening, (), None)
 
     def _write(

@@ -25,7 +25,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,9 +72,15 @@ class AuditLog(AbstractContextManager["AuditLog"]):
     ) -> None:
         self._clock, self._utc = clock, utc
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with _refusing(path), ExitStack() as stack:
+        with AuditLogError.refusing(str(path), "an audit log"), ExitStack() as stack:
             self._file = stack.enter_context(os.fdopen(os.open(path, flags, SECRET_MODE), "r+b"))
-            _lock(self._file, path)
+            regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+            AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                got = "a log that another process writes"
+                raise AuditLogError(str(path), got=got, expected="one of its own") from None
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
                 pass
@@ -226,7 +232,7 @@ class AuditReader:
 
 def open_log(path: Path) -> BinaryIO:
     """Open a log to read. Raises AuditLogError."""
-    with _refusing(path):
+    with AuditLogError.refusing(str(path), "an audit log"):
         return path.open("rb")
 
 
@@ -236,24 +242,3 @@ def _cipher(key: bytes, salt: bytes) -> AESGCM:
 
 def _next(chain: bytes, content: bytes) -> bytes:
     return hashlib.sha256(chain + content).digest()
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Raise AuditLogError in place of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        got = error.strerror or type(error).__name__
-        raise AuditLogError(str(path), got=got, expected="an audit log") from None
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Keep a log for this process alone. Raises AuditLogError."""
-    regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        got = "a log that another process writes"
-        raise AuditLogError(str(path), got=got, expected="one of its own") from None

@@ -259,16 +259,15 @@ class Limits:
         state, limits = self._found(owner)
         tokens = prompt_tokens + max_tokens
         self._check(owner, state, limits, tokens, max_tokens)
-        costs = {"requests": 1, "tokens": tokens}
-        for what, _, budget in _budgets(state, limits):
-            budget.spent += costs[what]
+        for _, _, budget, cost in _budgets(state, limits, tokens):
+            budget.spent += cost
         state.running += 1
         return Admission(state, None if limits.tokens_per_minute is None else tokens)
 
     def headers(self, owner: str) -> dict[str, str]:
         """Return `x-ratelimit-*` of the limits that a key has, as OpenAI names them."""
         found: dict[str, str] = {}
-        for what, size, budget in _budgets(*self._found(owner)):
+        for what, size, budget, _ in _budgets(*self._found(owner), tokens=0):
             left = budget.left(size, self._clock())
             reset_s = math.ceil((size - left) * 60_000 / size) / 1000
             found[f"x-ratelimit-limit-{what}"] = str(size)
@@ -300,11 +299,11 @@ class Limits:
                 limits.concurrent,
                 _RETRY_CONCURRENT_S,
             )
-        now_s, costs = self._clock(), {"requests": 1, "tokens": tokens}
-        for what, size, budget in _budgets(state, limits):
-            after_s = budget.wait_s(costs[what], size, now_s)
+        now_s = self._clock()
+        for what, size, budget, cost in _budgets(state, limits, tokens):
+            after_s = budget.wait_s(cost, size, now_s)
             if after_s != 0:
-                raise refuse(f"{what} a minute", f"no room for {costs[what]}", size, after_s)
+                raise refuse(f"{what} a minute", f"no room for {cost}", size, after_s)
 
 
 @dataclass(slots=True)
@@ -324,10 +323,10 @@ class Admission:
             state.tokens.spent = max(0.0, state.tokens.spent + used_tokens - self.reserved)
 
 
-def _budgets(state: _State, limits: ApiKey) -> list[tuple[str, int, _Budget]]:
-    """Return the budgets that a key has: name, size, and what of it is used."""
+def _budgets(state: _State, limits: ApiKey, tokens: int) -> list[tuple[str, int, _Budget, int]]:
+    """Return the budgets that a key has: name, size, what of it is used, cost of a request."""
     both = (
-        ("requests", limits.requests_per_minute, state.requests),
-        ("tokens", limits.tokens_per_minute, state.tokens),
+        ("requests", limits.requests_per_minute, state.requests, 1),
+        ("tokens", limits.tokens_per_minute, state.tokens, tokens),
     )
-    return [(what, size, budget) for what, size, budget in both if size is not None]
+    return [(what, size, budget, cost) for what, size, budget, cost in both if size is not None]

@@ -171,15 +171,11 @@ class _AttestedSocket(ssl.SSLSocket):
         self.settimeout(timeout_s)
         self._proved = True
 
-    def ask(self, request: bytes) -> None:
-        """Send what the other end is asked before it has proved anything."""
-        self._encrypted().write(request)
-
     def send(self, data: Any, flags: int = 0) -> int:
         """Send through TLS. Raises OSError before the other end has proved itself, and after."""
         if flags or not self._proved:
             raise OSError(errno.EPERM, "nothing is sent before the other end has proved itself")
-        sent: int = self._encrypted().write(data)
+        sent: int = self.encrypted().write(data)
         return sent
 
     def sendall(self, data: Any, flags: int = 0) -> None:
@@ -197,7 +193,8 @@ class _AttestedSocket(ssl.SSLSocket):
         """Refuse what goes past TLS."""
         raise NotImplementedError("AttestedContext: send and sendall alone")
 
-    def _encrypted(self) -> Any:
+    def encrypted(self) -> Any:
+        """Return what goes through TLS. Raises OSError after its end."""
         # Taken once: another thread may end it at any time.
         encrypted = getattr(self, "_sslobj", None)
         if encrypted is None:
@@ -234,7 +231,8 @@ def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.E
 
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
-    connection.ask(
+    # All that is sent before the other end has proved anything.
+    connection.encrypted().write(
         f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
     )
     reply = HTTPResponse(connection)
@@ -336,15 +334,9 @@ class Proxy:
         self._guard, self._over = threading.Lock(), threading.Event()
         self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
-        try:
-            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        with EndpointError.refusing(f"--listen {listen[0]}:{listen[1]}", "an address that is free"):
             self._listening = socket.create_server(listen, family=family)
-        except OSError as error:
-            raise EndpointError(
-                f"--listen {listen[0]}:{listen[1]}",
-                got=error.strerror or type(error).__name__,
-                expected="an address that is free",
-            ) from None
         self.port: int = self._listening.getsockname()[1]
         self._again = threading.Thread(target=self._prove_again, daemon=True)
 
