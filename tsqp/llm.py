@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -98,7 +98,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model, ready to generate, in this process: the TEE's side. Use as a context manager.
 
     `model`: a Hugging Face directory, or "demo". `gpu`: services. `options`: those of `tee-runner
@@ -147,9 +147,6 @@ class LLM:
             self._engine.start()
             opened.callback(self._engine.close)
             self._closing = opened.pop_all()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

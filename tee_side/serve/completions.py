@@ -189,8 +189,9 @@ async def prepared(
         compiling.count -= 1
 
 
-def check_fields(body: Generating) -> None:
-    """Raise ApiError for fields that do not go together."""
+def check_fields(model: OfferedModel, body: Generating) -> None:
+    """Raise ApiError for another model, and for fields that do not go together."""
+    require_model(model, body.model)
     require(body.stream_options is None or body.stream, "body.stream_options", "stream to be true")
     require(
         len(list(_grammars(body))) <= 1,
@@ -327,8 +328,7 @@ def prepare_completion(
 ) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
-    require_model(model, body.model)
-    check_fields(body)
+    check_fields(model, body)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     require(max_tokens != 0 or body.echo, "body.max_tokens", "at least 1 (0 with echo)")
     special = body.add_special_tokens is not False
@@ -359,8 +359,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
 def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model = serving.model
-    require_model(model, body.model)
-    check_fields(body)
+    check_fields(model, body)
     require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)
