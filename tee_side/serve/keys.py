@@ -27,7 +27,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -146,34 +146,31 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
     )
     keys: dict[str, ApiKey] = {}
     names: dict[str, str] = {}
+    known = [field for field in ApiKey.model_fields if field != "name"]
     for name, fields in entries.items():
-        keys[name] = key = _key(check_name(name, where), fields, f"{where}: {name}")
+        place = f"{where}: {check_name(name, where)}"
+        KeyFileError.unless(
+            isinstance(fields, dict) and fields.keys() <= set(known),
+            place,
+            "an unknown field",
+            f"a table of {', '.join(known)}",
+        )
+        try:
+            keys[name] = key = ApiKey(name=name, **fields)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]
+            field = str(fault["loc"][0])
+            raise KeyFileError(
+                f"{place}: {field}",
+                got="nothing" if fault["type"] == "missing" else "another value",
+                expected="the 64 hex digits of the key's SHA-256 (tsqp api-key)"
+                if field == "sha256"
+                else expectation(fault["type"], fault["msg"]),
+            ) from None
         other = names.setdefault(key.sha256, name)
         got = f"the key of {other}"
-        KeyFileError.unless(other == name, f"{where}: {name}: sha256", got, "a key of its own")
+        KeyFileError.unless(other == name, f"{place}: sha256", got, "a key of its own")
     return keys
-
-
-def _key(name: str, fields: Any, where: str) -> ApiKey:
-    known = [field for field in ApiKey.model_fields if field != "name"]
-    KeyFileError.unless(
-        isinstance(fields, dict) and fields.keys() <= set(known),
-        where,
-        "an unknown field",
-        f"a table of {', '.join(known)}",
-    )
-    try:
-        return ApiKey(name=name, **fields)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        field = str(fault["loc"][0])
-        raise KeyFileError(
-            f"{where}: {field}",
-            got="nothing" if fault["type"] == "missing" else "another value",
-            expected="the 64 hex digits of the key's SHA-256 (tsqp api-key)"
-            if field == "sha256"
-            else expectation(fault["type"], fault["msg"]),
-        ) from None
 
 
 # Of an owner without a key, or whose key was removed.

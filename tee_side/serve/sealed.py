@@ -35,11 +35,11 @@ from cryptography.hazmat.primitives import hashes, hpke
 from cryptography.hazmat.primitives.asymmetric import mlkem, x25519
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.encoding import pack, unpack
 from protocol.errors import ProtocolError
-from protocol.validation import validate
+from protocol.validation import Strict, validate
 
 SuiteName: TypeAlias = Literal["mlkem768-x25519", "x25519"]
 
@@ -179,15 +179,13 @@ class Direction:
 
 _MAX_HEADERS = 128
 
-Name: TypeAlias = Annotated[str, Field(strict=True, pattern=r"\A[!-9;-~]{1,64}\z")]
+Name: TypeAlias = Annotated[str, Field(pattern=r"\A[!-9;-~]{1,64}\z")]
 
 
-class Head(BaseModel):
+class Head(Strict):
     """What both have: headers, by names in small letters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    headers: dict[Name, Annotated[bytes, Field(strict=True)]]
+    headers: dict[Name, bytes]
 
     def raw(self) -> list[tuple[bytes, bytes]]:
         """Return the headers as pairs."""
@@ -208,14 +206,14 @@ class Head(BaseModel):
 class RequestHead(Head):
     """The head of a request. `time`: seconds since 1970, by the client's clock."""
 
-    time: Annotated[int, Field(strict=True, ge=0, lt=2**53)]
-    method: Annotated[str, Field(strict=True, pattern=r"\A[A-Z]{1,16}\z")]
+    time: Annotated[int, Field(ge=0, lt=2**53)]
+    method: Annotated[str, Field(pattern=r"\A[A-Z]{1,16}\z")]
 
 
 class ResponseHead(Head):
     """The head of a response."""
 
-    status: Annotated[int, Field(strict=True, ge=200, le=599)]
+    status: Annotated[int, Field(ge=200, le=599)]
 
 
 def joined(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, bytes]:

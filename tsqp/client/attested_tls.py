@@ -185,13 +185,11 @@ class _AttestedSocket(ssl.SSLSocket):
             while at < len(left):
                 at += self.send(left[at:], flags)
 
-    def sendto(self, *_: Any) -> int:
+    def sendto(self, *_: Any, **__: Any) -> int:
         """Refuse what goes past TLS."""
         raise NotImplementedError("AttestedContext: send and sendall alone")
 
-    def sendfile(self, *_: Any, **__: Any) -> int:
-        """Refuse what goes past TLS."""
-        raise NotImplementedError("AttestedContext: send and sendall alone")
+    sendfile = sendto
 
     def encrypted(self) -> Any:
         """Return what goes through TLS. Raises OSError after its end."""
