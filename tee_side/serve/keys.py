@@ -148,10 +148,10 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
     names: dict[str, str] = {}
     known = [field for field in ApiKey.model_fields if field != "name"]
     for name, fields in entries.items():
-        place = f"{where}: {check_name(name, where)}"
+        entry = f"{where}: {check_name(name, where)}"
         KeyFileError.unless(
             isinstance(fields, dict) and fields.keys() <= set(known),
-            place,
+            entry,
             "an unknown field",
             f"a table of {', '.join(known)}",
         )
@@ -161,7 +161,7 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
             fault = error.errors(include_url=False, include_input=False)[0]
             field = str(fault["loc"][0])
             raise KeyFileError(
-                f"{place}: {field}",
+                f"{entry}: {field}",
                 got="nothing" if fault["type"] == "missing" else "another value",
                 expected="the 64 hex digits of the key's SHA-256 (tsqp api-key)"
                 if field == "sha256"
@@ -169,7 +169,7 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
             ) from None
         other = names.setdefault(key.sha256, name)
         got = f"the key of {other}"
-        KeyFileError.unless(other == name, f"{place}: sha256", got, "a key of its own")
+        KeyFileError.unless(other == name, f"{entry}: sha256", got, "a key of its own")
     return keys
 
 

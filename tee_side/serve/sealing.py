@@ -62,7 +62,9 @@ class Sealing:
     """
 
     def __init__(self, app: ASGIApp, key: HpkeKey, clock: Callable[[], float] = time.time) -> None:
-        self._app, self._key, self._remembered = app, key, Remembered(clock)
+        self._app, self._key, self._clock, self._now_s = app, key, clock, 0.0
+        # Digests of the secrets of requests that were opened, by the second of their heads.
+        self._by_second: dict[int, set[bytes]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -83,23 +85,16 @@ class Sealing:
         sealed = _Sealed(opened.secret, send)
         inner = {**scope, "method": head.method, "headers": head.raw(), "extensions": {}}
         try:
-            self._remembered.add(opened.secret, head)
+            self._remember(opened.secret, head)
         except ApiError as refused:
             await refused.response()(inner, opened.receive, sealed.send)
             return
         await self._app(inner, opened.receive, sealed.send)
         if sealed.status in _REFUSED_ALWAYS:
-            self._remembered.remove(opened.secret, head)
+            digest = hashlib.sha256(opened.secret).digest()
+            self._by_second.get(head.time, set()).discard(digest)
 
-
-class Remembered:
-    """Requests that were opened, as digests of their secrets, by the second of their heads."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._now_s = clock, 0.0
-        self._by_second: dict[int, set[bytes]] = {}
-
-    def add(self, secret: bytes, head: RequestHead) -> None:
+    def _remember(self, secret: bytes, head: RequestHead) -> None:
         """Remember a request.
 
         Raises ApiError for one of another time, one that was sent before, and one too many.
@@ -128,10 +123,6 @@ class Remembered:
             headers={"retry-after": "1"},
         )
         self._by_second.setdefault(head.time, seen).add(digest)
-
-    def remove(self, secret: bytes, head: RequestHead) -> None:
-        """Forget a request, where it is remembered."""
-        self._by_second.get(head.time, set()).discard(hashlib.sha256(secret).digest())
 
 
 class _OpenedRequest:

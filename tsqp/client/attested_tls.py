@@ -135,10 +135,13 @@ class AttestedContext(ssl.SSLContext):
         # Nonce and time of a certificate are its own.
         ours, theirs = (one.model_dump(exclude={"nonce", "time"}) for one in (certified, fresh))
         for name, value in ours.items():
-            if theirs[name] != value:
-                raise NotAttestedError(
-                    f"new evidence: {name}", "another", "the certificate's", None
-                )
+            NotAttestedError.unless(
+                theirs[name] == value,
+                f"new evidence: {name}",
+                "another",
+                "the certificate's",
+                appraisal=None,
+            )
         self.proved = Proved(certificate, second, self._clock())
 
     def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
