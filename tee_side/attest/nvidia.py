@@ -87,11 +87,13 @@ def verify_nvidia(
     try:
         key = leaf.public_key()
         if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
-            raise _refused("leaf", "another public key", "one of P-384")
+            raise EvidenceError("NVIDIA leaf", "another public key", "one of P-384")
         signature = encode_dss_signature(int.from_bytes(r), int.from_bytes(s))
         key.verify(signature, signed, ECDSA(SHA384()))
     except (InvalidSignature, UnsupportedAlgorithm, ValueError):
-        raise _refused("report: signature", "a wrong one", "that of the leaf's key") from None
+        raise EvidenceError(
+            "NVIDIA report: signature", "a wrong one", "that of the leaf's key"
+        ) from None
     _require(
         signed[_NONCE] == nonce, "report: nonce", "another", "the one that the GPU was asked with"
     )
@@ -120,7 +122,7 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         found = rules.build_client_verifier().verify(leaf, between).chain
     except (VerificationError, ValueError):
         expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
-        raise _refused("certificates", "another chain", expected) from None
+        raise EvidenceError("NVIDIA certificates", "another chain", expected) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
     _require(
@@ -165,7 +167,3 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
 
 def _require(holds: bool, what: str, got: str, expected: str) -> None:
     EvidenceError.unless(holds, f"NVIDIA {what}", got, expected)
-
-
-def _refused(what: str, got: str, expected: str) -> EvidenceError:
-    return EvidenceError(f"NVIDIA {what}", got=got, expected=expected)

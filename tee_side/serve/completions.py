@@ -257,18 +257,17 @@ def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
     settings: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
     settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
     if body.logit_bias:
-        settings["logit_bias"] = _bias(model, body.logit_bias)
+        size = model.config.vocab_size
+        # Nine digits: Python's own conversion takes longer for more.
+        ids = [
+            int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size
+            for key in body.logit_bias
+        ]
+        require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
+        settings["logit_bias"] = dict(zip(ids, body.logit_bias.values(), strict=True))
     given = {name: value for name, value in settings.items() if value is not None}
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingSettings(temperature=temperature, **given)
-
-
-def _bias(model: OfferedModel, bias: dict[str, float]) -> dict[int, float]:
-    size = model.config.vocab_size
-    # Nine digits: Python's own conversion takes longer for more.
-    ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size for key in bias]
-    require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
-    return dict(zip(ids, bias.values(), strict=True))
 
 
 def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
