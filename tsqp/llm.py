@@ -211,14 +211,14 @@ class LLM(AbstractContextManager["LLM"]):
         )
         return self._tokenizer.apply_chat_template(messages)
 
-    def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
+    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise PromptError(
-                "sampling_params",
-                got="something else",
-                expected="SamplingParams, the same for all prompts",
-            )
+        PromptError.unless(
+            isinstance(params, SamplingParams),
+            "sampling_params",
+            "something else",
+            "SamplingParams, the same for all prompts",
+        )
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
         PromptError.unless(
             isinstance(prompt, str) or whole, "prompt", "something else", "a text, or token ids"

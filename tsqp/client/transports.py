@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from threading import Lock
+from threading import Lock, RLock
 
 import httpx2
 
@@ -205,7 +205,7 @@ class ProvedTransport(_Over):
     ) -> None:
         self._url, self._policy, self._inner = f"{url}/v1/attestation", policy, inner
         self._again_s, self._clock = again_s, clock
-        self._guard, self._since_s = Lock(), 0.0
+        self._guard, self._since_s = RLock(), 0.0
         self._sealed: SealedTransport | None = None
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -213,7 +213,7 @@ class ProvedTransport(_Over):
         with self._guard:
             sealed = self._sealed
             if sealed is None or self._clock() - self._since_s >= self._again_s:
-                _, sealed = self._prove()
+                _, sealed = self.prove()
         try:
             return sealed.handle_request(request)
         except UnsealedError:
@@ -221,29 +221,26 @@ class ProvedTransport(_Over):
                 self._sealed = None
             raise
 
-    def prove(self) -> Appraisal:
+    def prove(self) -> tuple[Appraisal, SealedTransport]:
         """Have the server prove itself. Raises NotAttestedError, httpx2.TransportError."""
         with self._guard:
-            return self._prove()[0]
-
-    def _prove(self) -> tuple[Appraisal, SealedTransport]:
-        self._sealed = None
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
-        answer = self._inner.handle_request(asked)
-        try:
-            stated = read_answer(_body(answer))
-            found = appraise(
-                stated, self._policy, Expected(nonce, None, datetime.now(UTC), "serve")
-            )
-        except EvidenceError as error:
-            raise NotAttestedError(error.where, error.got, error.expected, None) from None
-        finally:
-            answer.close()
-        claims = passed("new evidence", found)
-        self._sealed = made = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
-        self._since_s = self._clock()
-        return found, made
+            self._sealed = None
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
+            answer = self._inner.handle_request(asked)
+            try:
+                stated = read_answer(_body(answer))
+                found = appraise(
+                    stated, self._policy, Expected(nonce, None, datetime.now(UTC), "serve")
+                )
+            except EvidenceError as error:
+                raise NotAttestedError(error.where, error.got, error.expected, None) from None
+            finally:
+                answer.close()
+            claims = passed("new evidence", found)
+            self._sealed = made = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
+            self._since_s = self._clock()
+            return found, made
 
 
 def _body(answer: httpx2.Response) -> bytes:
