@@ -95,14 +95,13 @@ _NUMBER = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class SiteResult:
-    """What calibration found at a site; `done` of `total` sites are finished.
+    """What calibration found at a site, of `total` ones.
 
     `headroom`: how many times as large as the largest row seen an input may be; `error`: relative
     error of the integer product of a row, median over a sample of rows.
     """
 
     site: Site
-    done: int
     total: int
     headroom: float
     error: float
@@ -232,7 +231,7 @@ def calibrate_on(
         )
         check_error(error, site)
         if progress is not None:
-            progress(SiteResult(site, len(found), len(sites), scales.headroom, error))
+            progress(SiteResult(site, len(sites), scales.headroom, error))
         return y_TO
 
     weight = load_tensor(

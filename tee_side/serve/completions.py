@@ -28,6 +28,7 @@ from tee_side.serve.answers import (
 )
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
 from tee_side.serve.schema import (
+    GRAMMARS,
     SAMPLING,
     ApiError,
     ChatMessage,
@@ -291,16 +292,10 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
         yield "response_format", "json_schema", form.json_schema.schema_
     if outputs is not None and outputs.json_object:
         yield "structured_outputs", "json_object", {}
-    fields: tuple[tuple[str, GrammarKind, Any, Any], ...] = (
-        ("json", "json_schema", body.guided_json, outputs and outputs.json_),
-        ("regex", "regex", body.guided_regex, outputs and outputs.regex),
-        ("grammar", "grammar", body.guided_grammar, outputs and outputs.grammar),
-        ("choice", "choice", body.guided_choice, outputs and outputs.choice),
-    )
-    for name, kind, guided, structured in fields:
-        if guided is not None:
+    for name, (kind, _) in GRAMMARS.items():
+        if (guided := getattr(body, f"guided_{name}")) is not None:
             yield f"guided_{name}", kind, guided
-        if structured is not None:
+        if outputs is not None and (structured := getattr(outputs, f"{name}_")) is not None:
             yield f"structured_outputs.{name}", kind, structured
 
 

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import EngineError, LimitError, PromptError, TsqpError, expectation
+from tee_side.engine.grammar import GrammarKind
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 
@@ -70,6 +71,13 @@ SAMPLING: dict[str, Any] = {
     "frequency_penalty": _Penalty | None,
     "presence_penalty": _Penalty | None,
     "repetition_penalty": Annotated[float, Field(ge=0.01, le=100)] | None,
+}
+# By the names of vLLM's fields, in both of its forms: the kind, and what the field may be.
+GRAMMARS: dict[str, tuple[GrammarKind, Any]] = {
+    "json": ("json_schema", dict[str, Any] | str | None),
+    "regex": ("regex", str | None),
+    "grammar": ("grammar", str | None),
+    "choice": ("choice", _List[str] | None),
 }
 
 
@@ -155,17 +163,14 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
+@_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
 class StructuredOutputs(_Body):
     """vLLM's form of a grammar; one of the fields."""
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: _List[str] | None = None
 
 
-@_accepting(SAMPLING)
+@_accepting(SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()})
 class Generating(_Unused, _NotSupported):
     """What completions and chats have in common."""
 
@@ -182,10 +187,6 @@ class Generating(_Unused, _NotSupported):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: _List[str] | None = None
     cache_salt: _Name | None = None
 
 
@@ -256,6 +257,7 @@ class EmbeddingsRequest(_Unused):
     add_special_tokens: bool | None = None
 
 
+@_accepting({"parse_special": Literal[True] | None})
 class TokenizeRequest(_Body):
     """`/tokenize`: vLLM's prompt or messages, or llama.cpp's content."""
 
@@ -268,7 +270,6 @@ class TokenizeRequest(_Body):
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
-    parse_special: Literal[True] | None = None
 
 
 class DetokenizeRequest(_Body):
