@@ -46,11 +46,10 @@ def test_a_shielded_server_says_what_generate_says_whole_and_streamed(tmp_path: 
             whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
             streamed = {"stream": True, "stream_options": {"include_usage": True}, **OPTIONS}
             chunks = list(client.chat.completions.create(messages=CHAT, **streamed))
-    tokens = Tokenizer(model_directory("demo"))
+    demo = Tokenizer(model_directory("demo"))
+    said = [json.loads(token_name(demo, at)[0]) for at in wanted["token_ids"]]
     assert answer.logprobs is not None
-    assert answer.logprobs.tokens == [
-        json.loads(token_name(tokens, at)[0]) for at in wanted["token_ids"]
-    ]
+    assert answer.logprobs.tokens == said
     assert answer.text == wanted["text"]
     text, usage = whole.choices[0].message.content, whole.usage
     assert text
