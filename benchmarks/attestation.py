@@ -30,9 +30,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from benchmarks.harness import Found, Options, Place, main
-from tee_side.attest import snp
+from tee_side.attest import guests
 from tee_side.attest.appraisal import AppraisalPolicy, Expected, appraise
-from tee_side.attest.snp import verify_snp
+from tee_side.attest.guests import verify_snp
 from tee_side.attest.statement import Statement, read_certificate
 from tee_side.serve.identity import certify
 from tests.kit import snp_chain
@@ -53,7 +53,7 @@ _NOW = datetime.now(UTC)
 def verify_ms(rounds: int) -> float:
     """Return the median time of one verification."""
     chain, report = snp_chain.make_chain("genoa"), snp_chain.make_report("genoa")
-    snp.PINNED_ROOTS = {sha256(chain.certificates[-1]).hexdigest(): "genoa"}
+    guests.PINNED_ROOTS = {sha256(chain.certificates[-1]).hexdigest(): "genoa"}
     work = partial(verify_snp, report, chain.certificates, snp_chain.NOW)
     return median(elapsed_us(work) for _ in range(rounds)) / 1e3
 

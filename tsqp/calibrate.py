@@ -95,14 +95,13 @@ _NUMBER = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class SiteResult:
-    """What calibration found at a site; `done` of `total` sites are finished.
+    """What calibration found at a site, of `total` ones.
 
     `headroom`: how many times as large as the largest row seen an input may be; `error`: relative
     error of the integer product of a row, median over a sample of rows.
     """
 
     site: Site
-    done: int
     total: int
     headroom: float
     error: float
@@ -209,57 +208,20 @@ def calibrate_on(
 ) -> Calibration:
     """Choose scales from token ids, each chunk a sequence of its own; see `calibrate`."""
     check_kernels(CPU)
-    surveyor = _Surveyor(config, checkpoint, progress)
-    weight = load_tensor(
-        checkpoint, EMBEDDING, (config.vocab_size, config.hidden_size), dtype=torch.float32
-    )
-    local: LocalOperators = {site: partial(surveyor.product, site) for site in surveyor.sites}
-    local[None, "embedding"] = partial(embedding, weight=weight)
-    # One token is left for a later step: calibration needs no logits.
-    parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
-    model = load_tee_model(config, checkpoint, torch.float32)
-    with torch.inference_mode():
-        run(forward(Batch.of(parts), model, operators_here(local, config.num_hidden_layers)))
-    calibration = Calibration(
-        surveyor.scales,
-        model_digest(config, checkpoint),
-        linear_digest(config, checkpoint) or "",
-        sum(map(len, chunks)),
-    )
-    calibration.check_ring()
-    return calibration
+    sites: list[Site] = [
+        (layer, operator) for layer in range(config.num_hidden_layers) for operator in FUSED_MODULES
+    ]
+    found: dict[Site, SiteScales] = {}
 
-
-class _Surveyor:
-    """Computes the linear operators of a step, and chooses each one's scales on the way."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        progress: Callable[[SiteResult], None] | None,
-    ) -> None:
-        self._config = config
-        self._checkpoint = checkpoint
-        self._progress = progress
-        self.sites: list[Site] = [
-            (layer, operator)
-            for layer in range(config.num_hidden_layers)
-            for operator in FUSED_MODULES
-        ]
-        self.scales: dict[Site, SiteScales] = {}
-
-    def product(self, site: Site, x_TI: torch.Tensor) -> torch.Tensor:
-        """Compute the operator of a site; its weights are held only while it runs."""
-        weights = load_linear(
-            self._checkpoint, self._config, *site, dtype=torch.float32, device=CPU
-        )
+    def product(site: Site, x_TI: torch.Tensor) -> torch.Tensor:
+        """Compute the operator of a site, whose weights are held as long, and find its scales."""
+        weights = load_linear(checkpoint, config, *site, dtype=torch.float32, device=CPU)
         y_TO = weights(x_TI)
         sample_SI = _sample(x_TI, _ERROR_ROWS)
         expected_SO = linear(sample_SI, weights.weight)
         del weights
-        quantized = load_quantized(self._checkpoint, self._config, *site)
-        scales = choose_scales(x_TI, quantized.scale, quantized.max_row_norm(), site)
+        quantized = load_quantized(checkpoint, config, *site)
+        found[site] = scales = choose_scales(x_TI, quantized.scale, quantized.max_row_norm(), site)
         product_SO = exact_product(IntegerSite(scales).encode(sample_SI), quantized.weight)
         found_SO = product_SO * scales.factor_N
         # Module by module: large values next to q and k would hide what those have lost.
@@ -268,11 +230,28 @@ class _Surveyor:
             for rows in quantized.rows.values()
         )
         check_error(error, site)
-        self.scales[site] = scales
-        if self._progress is not None:
-            done, total = len(self.scales), len(self.sites)
-            self._progress(SiteResult(site, done, total, scales.headroom, error))
+        if progress is not None:
+            progress(SiteResult(site, len(sites), scales.headroom, error))
         return y_TO
+
+    weight = load_tensor(
+        checkpoint, EMBEDDING, (config.vocab_size, config.hidden_size), dtype=torch.float32
+    )
+    local: LocalOperators = {site: partial(product, site) for site in sites}
+    local[None, "embedding"] = partial(embedding, weight=weight)
+    # One token is left for a later step: calibration needs no logits.
+    parts = [(KVCache(config, len(ids), torch.float32), ids, 1) for ids in chunks]
+    model = load_tee_model(config, checkpoint, torch.float32)
+    with torch.inference_mode():
+        run(forward(Batch.of(parts), model, operators_here(local, config.num_hidden_layers)))
+    calibration = Calibration(
+        found,
+        model_digest(config, checkpoint),
+        linear_digest(config, checkpoint) or "",
+        sum(map(len, chunks)),
+    )
+    calibration.check_ring()
+    return calibration
 
 
 def choose_scales(

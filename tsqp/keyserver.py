@@ -44,7 +44,6 @@ from protocol.errors import (
     KeyFileError,
     ProtocolError,
     SettingsError,
-    TsqpError,
 )
 from protocol.messages import NONCE_BYTES
 from tee_side.attest.appraisal import AppraisalPolicy, AppraisalStep, Expected, appraise
@@ -87,26 +86,23 @@ class KeyRelease:
         try:
             stated = Statement.decode(body)
             claims = Claims.decode(stated.claims)
-        except EvidenceError as error:
-            return self._refuse(_failed(error))
-        # First, what costs nothing.
-        then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
-        ours = hmac.compare_digest(mac, self._mac(then))
-        age_s = self._clock() - int.from_bytes(then) / 1000
-        most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
-        for step in (
-            AppraisalStep("nonce", ours, "ours" if ours else "another", most),
-            AppraisalStep("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
-        ):
-            if not step.passed:
-                return self._refuse(step)
-        found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc(), "key"))
-        if not found.passed:
-            return self._refuse(found.failure)
-        try:
+            # First, what costs nothing.
+            then, mac = claims.nonce[:_TIME_BYTES], claims.nonce[_TIME_BYTES:]
+            ours = hmac.compare_digest(mac, self._mac(then))
+            age_s = self._clock() - int.from_bytes(then) / 1000
+            most = f"one of this server, {NONCE_LASTS_S:g} s old at most"
+            for step in (
+                AppraisalStep("nonce", ours, "ours" if ours else "another", most),
+                AppraisalStep("age of the nonce", age_s <= NONCE_LASTS_S, f"{age_s:.0f} s", most),
+            ):
+                if not step.passed:
+                    return self._refuse(step)
+            found = appraise(stated, self._policy, Expected(claims.nonce, None, self._utc(), "key"))
+            if not found.passed:
+                return self._refuse(found.failure)
             sealed = seal(claims.hpke_suite, claims.hpke_key, release_info(claims.nonce), self._key)
-        except ProtocolError as error:
-            return self._refuse(_failed(error))
+        except (EvidenceError, ProtocolError) as error:
+            return self._refuse(AppraisalStep(error.where, False, error.got, error.expected))
         said = {"model": claims.model, "policy": claims.policy, "settings": claims.settings}
         digests = ", ".join(f"{name} {digest.hex()}" for name, digest in said.items())
         self._tell(f"released to {Evidence.decode(stated.evidence).kind}: {digests}")
@@ -217,10 +213,6 @@ class _Connection(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Log nothing of a request."""
-
-
-def _failed(error: TsqpError) -> AppraisalStep:
-    return AppraisalStep(error.where, False, error.got, error.expected)
 
 
 # Makes a statement of a key server's nonce and of the key that it is to seal its answer to.

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Annotated, Any, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
@@ -27,29 +33,47 @@ from tsqp.run.settings import RunSettings, plain_type, settings_of
 Message = Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to sample, and what to return.
+# In an error of what has no bounds in SamplingSettings.
+_EXPECTED = {
+    **dict.fromkeys(("n", "max_tokens"), "an integer"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), f"None, or 0 to {MAX_TOP}"),
+    "stop": "texts that are not empty",
+}
+_Integer = Annotated[int, Field(strict=True)]
+_Likeliest = Annotated[int, Field(strict=True, ge=0, le=MAX_TOP)]
+_Stop = Annotated[str, Field(strict=True, min_length=1)]
+
+
+class SamplingParams(SamplingSettings):
+    """How to sample, and what to return. Raises PromptError.
 
     `n`: samples of each prompt. `logprobs`, `prompt_logprobs`: of each token, with so many of the
     likeliest. `seed`: None for a fresh one. `ignore_eos`: go on after the end of the text.
     """
 
-    n: int = 1
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
+    n: _Integer = 1
+    max_tokens: _Integer = 16
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    stop: _Stop | list[_Stop] | tuple[_Stop, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: _Likeliest | None = None
+    prompt_logprobs: _Likeliest | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if given.get("top_k") == -1:  # off, in vLLM
+            given = given | {"top_k": 0}
+        try:
+            return read(given)
+        except ValidationError as error:
+            problem = first_problem(error, cls.model_fields)
+            name = str(problem.path[0])
+            if name in _EXPECTED:
+                where = f"SamplingParams.{name}"
+                raise PromptError(where, "another value", _EXPECTED[name]) from None
+            where = f"SamplingParams.{problem.field}"
+            raise PromptError(where, problem.got, problem.expected) from None
 
 
 @dataclass
@@ -74,7 +98,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A model, ready to generate, in this process: the TEE's side. Use as a context manager.
 
     `model`: a Hugging Face directory, or "demo". `gpu`: services. `options`: those of `tee-runner
@@ -123,9 +147,6 @@ class LLM:
             self._engine.start()
             opened.callback(self._engine.close)
             self._closing = opened.pop_all()
-
-    def __enter__(self) -> LLM:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -190,25 +211,25 @@ class LLM:
         )
         return self._tokenizer.apply_chat_template(messages)
 
-    def _start(self, prompt: str | Sequence[int], params: object) -> _Running:
+    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise PromptError(
-                "sampling_params",
-                got="something else",
-                expected="SamplingParams, the same for all prompts",
-            )
+        PromptError.unless(
+            isinstance(params, SamplingParams),
+            "sampling_params",
+            "something else",
+            "SamplingParams, the same for all prompts",
+        )
         whole = isinstance(prompt, list | tuple) and all(type(one) is int for one in prompt)
         PromptError.unless(
             isinstance(prompt, str) or whole, "prompt", "something else", "a text, or token ids"
         )
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        stop, sampling = _checked(params)
+        stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
         request = Request(
             prompt_ids=tuple(ids),
             max_new_tokens=params.max_tokens,
             samples=params.n,
-            sampling=sampling,
+            sampling=params,
             stop=stop,
             stop_ids=frozenset() if params.ignore_eos else None,
             logprobs=params.logprobs,
@@ -275,33 +296,6 @@ class _Running:
                 output.text += stream.flush()
                 output.finish_reason = token.finish_reason
         return delivery.ended
-
-
-def _checked(params: SamplingParams) -> tuple[tuple[str, ...], SamplingSettings]:
-    """Return the stop strings and how to sample. Raises PromptError: the engine relies on types."""
-    stop = (params.stop,) if isinstance(params.stop, str) else params.stop
-    texts = isinstance(stop, list | tuple) and all(isinstance(one, str) and one for one in stop)
-    likeliest = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
-    rows = [
-        *(("an integer", name, type(getattr(params, name)) is int) for name in ("n", "max_tokens")),
-        *(
-            (f"None, or 0 to {MAX_TOP}", name, n is None or (type(n) is int and 0 <= n <= MAX_TOP))
-            for name, n in likeliest.items()
-        ),
-        ("texts that are not empty", "stop", texts),
-    ]
-    for expected, name, holds in rows:
-        PromptError.unless(holds, f"SamplingParams.{name}", "another value", expected)
-    given = {name: getattr(params, name) for name in SamplingSettings.model_fields}
-    if given["top_k"] == -1:  # off, in vLLM
-        given["top_k"] = 0
-    try:
-        return tuple(stop), SamplingSettings(**given)
-    except ValidationError as error:
-        problem = first_problem(error, SamplingSettings.model_fields)
-        raise PromptError(
-            f"SamplingParams.{problem.field}", got=problem.got, expected=problem.expected
-        ) from None
 
 
 def settings_from(given: Mapping[str, object]) -> RunSettings:

@@ -64,7 +64,7 @@ def child(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        reader.join()
+        reader.join(END_TIMEOUT_S)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -95,25 +95,22 @@ def failure(where: str, status: int | None, last: str, *, expected: str) -> Proc
     return ProcessError(where, got=last, expected=expected)
 
 
-class StderrReader:
-    """Reads a child's stderr to its end in a thread of its own: a full pipe would block it.
+class StderrReader(threading.Thread):
+    """Reads a child's stderr to its end, when the child ends: a full pipe would block it.
 
     `last`: the last line that was not empty. `ready`: gets the lines that say ready, and None when
     the stream ends.
     """
 
     def __init__(self, stream: IO[bytes] | None) -> None:
+        super().__init__(name="stderr", daemon=True)
         self.last = "no output"
         self._stream = stream
         self.ready: queue.Queue[str | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def join(self) -> None:
-        """Wait for the end of the stream, which comes when the child ends."""
-        self._thread.join(END_TIMEOUT_S)
-
-    def _read(self) -> None:
+    def run(self) -> None:
+        """Read."""
         with self._stream or open(os.devnull, "rb") as stream:
             for line in stream:
                 text = line.decode(errors="replace").strip()

@@ -43,15 +43,22 @@ from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from protocol.errors import EvidenceError, SettingsError, describe
-from protocol.validation import first_problem, refusal
+from protocol.validation import Strict, first_problem, refusal
 from tee_side.attest.attesters import VerifiedSimulated, verify_simulated
+from tee_side.attest.guests import (
+    Product,
+    SigningKey,
+    Tcb,
+    VerifiedSnp,
+    VerifiedTdx,
+    verify_snp,
+    verify_tdx,
+)
 from tee_side.attest.nvidia import verify_nvidia
-from tee_side.attest.snp import Product, SigningKey, Tcb, VerifiedSnp, verify_snp
 from tee_side.attest.statement import Claims, Evidence, Purpose, Statement, gpu_nonce, report_data
-from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tee_side.plugins import FileCheck, accept_any
 
 _CLOCKS_APART_S = 60
@@ -91,11 +98,7 @@ Digests: TypeAlias = Annotated[tuple[bytes, ...] | NotLookedAt, _digests(32)]
 Measurements: TypeAlias = Annotated[tuple[bytes, ...] | NotLookedAt, _digests(48)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class MinimumTcb(_Table):
+class MinimumTcb(Strict):
     """The oldest firmware of a product; `fmc`: of Turin, and of no other."""
 
     bootloader: Number
@@ -105,7 +108,7 @@ class MinimumTcb(_Table):
     fmc: Number | None = None
 
 
-class SnpPolicy(_Table):
+class SnpPolicy(Strict):
     """What a guest of SEV-SNP must be.
 
     Milan is accepted where it is named alone: its root of trust was extracted in software in 2026.
@@ -133,7 +136,7 @@ class SnpPolicy(_Table):
         return self
 
 
-class TdxPolicy(_Table):
+class TdxPolicy(Strict):
     """What a guest of TDX must be; `rtmr`: by number, "0" to "3"; `config_id`: MRCONFIGID."""
 
     mrtd: Measurements
@@ -148,13 +151,13 @@ class TdxPolicy(_Table):
         return self
 
 
-class SimulatedPolicy(_Table):
+class SimulatedPolicy(Strict):
     """What a simulated TEE must say of itself."""
 
     measurements: Measurements
 
 
-class NvidiaPolicy(_Table):
+class NvidiaPolicy(Strict):
     """What GPUs must be, each of them; `measurements`: see `VerifiedNvidia.digest`."""
 
     measurements: Measurements
@@ -162,7 +165,7 @@ class NvidiaPolicy(_Table):
     vbios: tuple[str, ...] | NotLookedAt
 
 
-class ClaimsPolicy(_Table):
+class ClaimsPolicy(Strict):
     """What must run in it; see Claims. `services`: CURVE keys of it or that it may speak to."""
 
     model: Digests
@@ -173,7 +176,7 @@ class ClaimsPolicy(_Table):
     version: tuple[str, ...] | NotLookedAt
 
 
-class AppraisalPolicy(_Table):
+class AppraisalPolicy(Strict):
     """A policy; a kind of TEE without a table is not accepted."""
 
     mode: Literal["development", "production", "gpu-confidential"]
@@ -200,10 +203,10 @@ class AppraisalPolicy(_Table):
     @classmethod
     def load(cls, path: Path, check: FileCheck = accept_any) -> AppraisalPolicy:
         """Read a file. Raises SettingsError, and what `check` raises of its path and content."""
+        with SettingsError.for_os(str(path), "an appraisal policy"):
+            content = path.read_bytes()
+        check(path, content)
         try:
-            with SettingsError.for_os(str(path), "an appraisal policy"):
-                content = path.read_bytes()
-                check(path, content)
             return cls.model_validate(tomllib.loads(content.decode()), strict=False)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError):
             raise SettingsError(str(path), got="another content", expected="TOML") from None

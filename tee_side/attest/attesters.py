@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import EvidenceError
-from tee_side.attest.snp import SnpReport
+from tee_side.attest.guests import SnpReport
 from tee_side.attest.statement import REPORT_DATA_BYTES, Evidence, Kind
 
 MEASUREMENT_BYTES = 48

@@ -87,21 +87,32 @@ def verify_nvidia(
     try:
         key = leaf.public_key()
         if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
-            raise _refused("leaf", "another public key", "one of P-384")
+            raise EvidenceError("NVIDIA leaf", "another public key", "one of P-384")
         signature = encode_dss_signature(int.from_bytes(r), int.from_bytes(s))
         key.verify(signature, signed, ECDSA(SHA384()))
     except (InvalidSignature, UnsupportedAlgorithm, ValueError):
-        raise _refused("report: signature", "a wrong one", "that of the leaf's key") from None
-    if signed[_NONCE] != nonce:
-        raise _refused("report: nonce", "another", "the one that the GPU was asked with")
+        raise EvidenceError(
+            "NVIDIA report: signature", "a wrong one", "that of the leaf's key"
+        ) from None
+    _require(
+        signed[_NONCE] == nonce, "report: nonce", "another", "the one that the GPU was asked with"
+    )
     return VerifiedNvidia(_firmware(leaf), *_parse(signed))
 
 
 def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certificate:
-    if len(certificates) != CHAIN_LENGTH:
-        raise _refused("certificates", str(len(certificates)), f"{CHAIN_LENGTH}, leaf to root")
-    if hashlib.sha256(certificates[-1]).hexdigest() not in PINNED_ROOTS:
-        raise _refused("root", "another certificate", "the one that is pinned")
+    _require(
+        len(certificates) == CHAIN_LENGTH,
+        "certificates",
+        str(len(certificates)),
+        f"{CHAIN_LENGTH}, leaf to root",
+    )
+    _require(
+        hashlib.sha256(certificates[-1]).hexdigest() in PINNED_ROOTS,
+        "root",
+        "another certificate",
+        "the one that is pinned",
+    )
     try:
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]
         # As in browsers, whose rules a leaf that is no server's does not meet.
@@ -111,11 +122,15 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         found = rules.build_client_verifier().verify(leaf, between).chain
     except (VerificationError, ValueError):
         expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
-        raise _refused("certificates", "another chain", expected) from None
+        raise EvidenceError("NVIDIA certificates", "another chain", expected) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
-    if found != chain or named is None or below_root != _BELOW_ROOT.format(named[1]):
-        raise _refused("certificates", "those of another device", "those of GH100 or GB100")
+    _require(
+        found == chain and named is not None and below_root == _BELOW_ROOT.format(named[1]),
+        "certificates",
+        "those of another device",
+        "those of GH100 or GB100",
+    )
     return leaf
 
 
@@ -123,8 +138,9 @@ def _firmware(leaf: x509.Certificate) -> bytes:
     found = [one.value for one in leaf.extensions if one.oid.dotted_string in _DICE]
     encoded = b"".join(value.public_bytes() for value in found)
     digest = encoded.partition(_BEFORE_SHA384)[2][:_SHA384_BYTES]
-    if len(digest) != _SHA384_BYTES:
-        raise _refused("leaf", "no digest of firmware", "one of SHA-384, by DICE")
+    _require(
+        len(digest) == _SHA384_BYTES, "leaf", "no digest of firmware", "one of SHA-384, by DICE"
+    )
     return digest
 
 
@@ -133,8 +149,12 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
     blocks, rest = [signed[at : at + _BLOCKS.step] for at in _BLOCKS], signed[_FIELDS:]
     read = signed[: _BLOCKS.start], [block[:-_SHA384_BYTES] for block in blocks]
     size = int.from_bytes(signed[_SIZE], "little")
-    if read != (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) or size != len(rest):
-        raise _refused("report", "other messages", "a request, and 64 measurements of SHA-384")
+    _require(
+        read == (_REQUEST + signed[_NONCE] + _RESPONSE, _BEFORE_BLOCKS) and size == len(rest),
+        "report",
+        "other messages",
+        "a request, and 64 measurements of SHA-384",
+    )
     fields = dict[int, bytes]()
     while rest:
         number, size = (int.from_bytes(rest[at : at + 2], "little") for at in (0, 2))
@@ -145,5 +165,5 @@ def _parse(signed: bytes) -> tuple[tuple[bytes, ...], str, str]:
     return tuple(block[-_SHA384_BYTES:] for block in blocks), text, written
 
 
-def _refused(what: str, got: str, expected: str) -> EvidenceError:
-    return EvidenceError(f"NVIDIA {what}", got=got, expected=expected)
+def _require(holds: bool, what: str, got: str, expected: str) -> None:
+    EvidenceError.unless(holds, f"NVIDIA {what}", got, expected)

@@ -30,12 +30,12 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from protocol.encoding import pack, unpack
 from protocol.errors import EvidenceError, ProtocolError
 from protocol.messages import NONCE_BYTES
-from protocol.validation import validate
+from protocol.validation import Strict, validate
 
 # Of maps and arrays, and of keys in a map.
 _MAX_CONTAINERS = 256
@@ -47,10 +47,9 @@ Digest: TypeAlias = Annotated[bytes, Field(min_length=32, max_length=32)]
 Name: TypeAlias = Annotated[str, Field(max_length=256, pattern=r"\A[ -~]*\z")]
 
 
-class Record(BaseModel):
+class Record(Strict):
     """A record, whose name in errors is that of its class. `max_bytes`: of one that is read."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     max_bytes: ClassVar[int]
 
     def encode(self) -> bytes:

@@ -10,9 +10,9 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import TypeAlias
 
 import torch
@@ -29,29 +29,22 @@ from tee_side.engine.request import (
 )
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
+TokenNames: TypeAlias = Callable[[int], tuple[str, str]]
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TokenNames:
-    """Names of token ids, as pieces of JSON; no two tokens of different bytes have the same one."""
 
-    _tokenizer: Tokenizer
-    _known: dict[int, tuple[str, str]] = field(default_factory=dict)
+def token_name(tokenizer: Tokenizer, token_id: int) -> tuple[str, str]:
+    r"""Return a token's name, and its bytes as a list, or null for an id without a token, as JSON.
 
-    def of(self, token_id: int) -> tuple[str, str]:
-        r"""Return a token's name, and its bytes as a list, or null for an id without a token.
-
-        A part of a character is `bytes:\xe2\x80`, as OpenAI's completions write it.
-        """
-        if (known := self._known.get(token_id)) is not None:
-            return known
-        content = self._tokenizer.token_bytes(token_id)
-        try:
-            name = content.decode("utf-8") or f"token_id:{token_id}"
-        except UnicodeDecodeError:
-            name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-        listed = "null" if not content else json.dumps(list(content), separators=(",", ":"))
-        self._known[token_id] = found = json.dumps(name), listed
-        return found
+    No two tokens of different bytes have the same name. A part of a character is
+    `bytes:\xe2\x80`, as OpenAI's completions write it.
+    """
+    content = tokenizer.token_bytes(token_id)
+    try:
+        name = content.decode("utf-8") or f"token_id:{token_id}"
+    except UnicodeDecodeError:
+        name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+    listed = "null" if not content else json.dumps(list(content), separators=(",", ":"))
+    return json.dumps(name), listed
 
 
 def number(logprob: float) -> str:
@@ -96,7 +89,7 @@ class OfferedModel:
     @cached_property
     def names(self) -> TokenNames:
         """Names of its tokens."""
-        return TokenNames(self.tokenizer)
+        return cache(partial(token_name, self.tokenizer))
 
 
 def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
@@ -132,12 +125,12 @@ class CompletionForm:
         self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
     ) -> Entry:
         """Write the token, its logprob, the likeliest with the token itself, and the offset."""
-        name = names.of(token_id)[0]
+        name = names(token_id)[0]
         if logprob is None:
             return name, "null", "null", str(offset)
         top: dict[str, str] = {}
         for other, value in logprob.top:
-            top.setdefault(names.of(other)[0], number(value))
+            top.setdefault(names(other)[0], number(value))
         top[name] = own = number(logprob.logprob)
         pairs = ",".join(f"{key}:{value}" for key, value in top.items())
         return name, own, f"{{{pairs}}}", str(offset)
@@ -150,9 +143,8 @@ class CompletionForm:
             f'"top_logprobs":[{top}],"text_offset":[{offsets}]}}'
         )
 
-    def opening(self) -> str | None:
-        """Write nothing: the first chunk has text."""
-        return None
+    # The first chunk has text.
+    opening = None
 
     def delta(self, text: str) -> str:
         """Write the text."""
@@ -181,9 +173,7 @@ class ChatForm:
         """Write the list."""
         return f'{{"content":[{",".join(entry[0] for entry in entries)}],"refusal":null}}'
 
-    def opening(self) -> str:
-        """Write the role."""
-        return '"delta":{"role":"assistant","content":""}'
+    opening = '"delta":{"role":"assistant","content":""}'
 
     def delta(self, text: str) -> str:
         """Write the text of a chunk."""
@@ -195,7 +185,7 @@ class ChatForm:
 
 
 def _named(names: TokenNames, token_id: int, logprob: float) -> str:
-    name, listed = names.of(token_id)
+    name, listed = names(token_id)
     return f'"token":{name},"logprob":{number(logprob)},"bytes":{listed}'
 
 
@@ -343,7 +333,7 @@ class StreamedAnswer(WholeAnswer):
         return last if self._with_usage else ""
 
     def _open(self, choice: _Choice) -> str:
-        opening = self._form.opening()
+        opening = self._form.opening
         return "" if opening is None else self._event(choice, opening, (), None)
 
     def _write(

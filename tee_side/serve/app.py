@@ -31,10 +31,17 @@ from tee_side.serve.completions import (
     encode_text,
     require_model,
 )
-from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
-from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
+from tee_side.serve.schema import (
+    ApiError,
+    DetokenizeRequest,
+    ErrorBody,
+    TokenizeRequest,
+    answer_errors,
+    of_engine,
+    require,
+)
 
 log = logging.getLogger("tee_side")
 
@@ -49,11 +56,9 @@ _TELEMETRY = ("tracing", "metrics", "logs", "operation_spans", "auto_configure")
 class Guarded(APIRoute):
     """A path for those that `authorise` lets in; it is asked before the body is read.
 
-    `metered`: limits of the caller are asked then, too. To turn a long text into tokens costs more
-    than all else until a first token is made.
+    Where prompts are read, limits of the caller are asked then, too. To turn a long text into
+    tokens costs more than all else until a first token is made.
     """
-
-    metered = False
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler with the question in front of it."""
@@ -62,7 +67,7 @@ class Guarded(APIRoute):
         async def guarded(request: Request) -> Response:
             serving = serving_of(request)
             request.state.caller = serving.watch.request(serving.authorise(request))
-            if self.metered:
+            if self.path in _METERED:
                 request.state.caller.precheck()
             response = await handler(request)
             if serving.receipts is not None and isinstance(response, EngineResponse):
@@ -71,12 +76,6 @@ class Guarded(APIRoute):
             return response
 
         return guarded
-
-
-class Metered(Guarded):
-    """A guarded path that reads prompts."""
-
-    metered = True
 
 
 class Bounds:
@@ -156,10 +155,8 @@ def create_app(
             expose_headers=["*"],
         )
     guarded = APIRouter(route_class=Guarded, responses=_ERRORS)
-    for method, path, endpoint, kind, responses in _GUARDED:
-        guarded.add_api_route(
-            path, endpoint, methods=[method], responses=responses, route_class_override=kind
-        )
+    for method, path, endpoint, responses in _GUARDED:
+        guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
     app.include_router(guarded)
     app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
@@ -183,8 +180,7 @@ async def health(request: Request) -> dict[str, str]:
     """Say that a token could be made; 503 else, and while a step waits for a lost service."""
     serving = serving_of(request)
     require_ready(serving)
-    if not serving.engine.can_step:
-        raise ApiError(503, "a step waits for a service", code="waiting")
+    ApiError.unless(serving.engine.can_step, 503, "a step waits for a service", code="waiting")
     return {"status": "ok"}
 
 
@@ -221,7 +217,7 @@ def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     else:
         add = body.add_generation_prompt is not False
         ids = encode_chat(model, body.messages or [], add_generation_prompt=add)
-    strings = [json.loads(model.names.of(at)[0]) for at in ids] if body.return_token_strs else None
+    strings = [json.loads(model.names(at)[0]) for at in ids] if body.return_token_strs else None
     return {
         "tokens": ids,
         "count": len(ids),
@@ -274,13 +270,14 @@ def _described(model: OfferedModel) -> dict[str, Any]:
     }
 
 
-_GUARDED: tuple[tuple[str, str, Callable[..., Any], type[Guarded], _Responses], ...] = (
-    ("POST", "/v1/completions", completions, Metered, _SSE),
-    ("POST", "/v1/chat/completions", chat_completions, Metered, _SSE),
-    ("POST", "/v1/embeddings", embeddings, Metered, {}),
-    ("POST", "/tokenize", tokenize, Metered, {}),
-    ("POST", "/detokenize", detokenize, Guarded, {}),
-    ("GET", "/tokenizer_info", tokenizer_info, Guarded, {}),
-    ("GET", "/v1/models", models, Guarded, {}),
-    ("GET", "/v1/models/{name:path}", model_of, Guarded, {}),
+_METERED = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize")
+_GUARDED: tuple[tuple[str, str, Callable[..., Any], _Responses], ...] = (
+    ("POST", "/v1/completions", completions, _SSE),
+    ("POST", "/v1/chat/completions", chat_completions, _SSE),
+    ("POST", "/v1/embeddings", embeddings, {}),
+    ("POST", "/tokenize", tokenize, {}),
+    ("POST", "/detokenize", detokenize, {}),
+    ("GET", "/tokenizer_info", tokenizer_info, {}),
+    ("GET", "/v1/models", models, {}),
+    ("GET", "/v1/models/{name:path}", model_of, {}),
 )

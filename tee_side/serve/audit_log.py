@@ -74,7 +74,13 @@ class AuditLog(AbstractContextManager["AuditLog"]):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with AuditLogError.for_os(str(path), "an audit log"), ExitStack() as stack:
             self._file = stack.enter_context(os.fdopen(os.open(path, flags, SECRET_MODE), "r+b"))
-            _lock(self._file, path)
+            regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+            AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                got = "a log that another process writes"
+                raise AuditLogError(str(path), got=got, expected="one of its own") from None
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
                 pass
@@ -236,14 +242,3 @@ def _cipher(key: bytes, salt: bytes) -> AESGCM:
 
 def _next(chain: bytes, content: bytes) -> bytes:
     return hashlib.sha256(chain + content).digest()
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Keep a log for this process alone. Raises AuditLogError."""
-    regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        got = "a log that another process writes"
-        raise AuditLogError(str(path), got=got, expected="one of its own") from None

@@ -26,15 +26,19 @@ from tee_side.serve.answers import (
     StreamedAnswer,
     WholeAnswer,
 )
-from tee_side.serve.errors import ApiError, of_engine, require
-from tee_side.serve.exchange import EngineResponse, Serving, caller_of, serving_of
+from tee_side.serve.exchange import EngineResponse, Serving, serving_of
 from tee_side.serve.schema import (
+    GRAMMARS,
+    SAMPLING,
+    ApiError,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
     Generating,
     Prompt,
+    of_engine,
+    require,
 )
 from tee_side.serve.watch import RequestWatch
 
@@ -129,16 +133,16 @@ def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new
     prompt alone is too long.
     """
     room = model.max_model_len - len(ids)
-    if room < min(1, for_new):
-        raise ApiError(
-            400,
-            f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
-            kind="exceed_context_size_error",
-            param=param,
-            code="context_length_exceeded",
-            n_prompt_tokens=len(ids),
-            n_ctx=model.max_model_len,
-        )
+    ApiError.unless(
+        room >= min(1, for_new),
+        400,
+        f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
+        kind="exceed_context_size_error",
+        param=param,
+        code="context_length_exceeded",
+        n_prompt_tokens=len(ids),
+        n_ctx=model.max_model_len,
+    )
     return min(for_new, room)
 
 
@@ -146,13 +150,13 @@ def require_model(
     model: OfferedModel, name: str | None, *, param: str | None = "body.model"
 ) -> None:
     """Raise ApiError (404) for the name of another model than the one that is served."""
-    if name is not None and name != model.name:
-        raise ApiError(
-            404,
-            "there is no such model (GET /v1/models names the one that is served)",
-            param=param,
-            code="model_not_found",
-        )
+    ApiError.unless(
+        name in (None, model.name),
+        404,
+        "there is no such model (GET /v1/models names the one that is served)",
+        param=param,
+        code="model_not_found",
+    )
 
 
 async def prepared(
@@ -164,17 +168,17 @@ async def prepared(
 
     Compiling a grammar may take seconds: of one owner, few are compiled at a time.
     """
-    serving, caller = serving_of(request), caller_of(request)
+    serving, caller = serving_of(request), request.state.caller
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     compiling = serving.compiling[caller.owner]
-    if compiling.count >= _MOST_COMPILING:
-        raise ApiError(
-            503,
-            "too many grammars wait to be compiled: try again later",
-            code="overloaded",
-            headers={"retry-after": "1"},
-        )
+    ApiError.unless(
+        compiling.count < _MOST_COMPILING,
+        503,
+        "too many grammars wait to be compiled: try again later",
+        code="overloaded",
+        headers={"retry-after": "1"},
+    )
     compiling.count += 1
     try:
         async with compiling.turns:
@@ -186,8 +190,9 @@ async def prepared(
         compiling.count -= 1
 
 
-def check_fields(body: Generating) -> None:
-    """Raise ApiError for fields that do not go together."""
+def check_fields(model: OfferedModel, body: Generating) -> None:
+    """Raise ApiError for another model, and for fields that do not go together."""
+    require_model(model, body.model)
     require(body.stream_options is None or body.stream, "body.stream_options", "stream to be true")
     require(
         len(list(_grammars(body))) <= 1,
@@ -250,22 +255,20 @@ def exchange(
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
     """Return the settings, of which OpenAI's defaults hold: temperature 1."""
-    names = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-    settings: dict[str, Any] = {name: getattr(body, name) for name in (*names, "seed")}
+    settings: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
     settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
     if body.logit_bias:
-        settings["logit_bias"] = _bias(model, body.logit_bias)
+        size = model.config.vocab_size
+        # Nine digits: Python's own conversion takes longer for more.
+        ids = [
+            int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size
+            for key in body.logit_bias
+        ]
+        require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
+        settings["logit_bias"] = dict(zip(ids, body.logit_bias.values(), strict=True))
     given = {name: value for name, value in settings.items() if value is not None}
     temperature = 1.0 if body.temperature is None else body.temperature
     return SamplingSettings(temperature=temperature, **given)
-
-
-def _bias(model: OfferedModel, bias: dict[str, float]) -> dict[int, float]:
-    size = model.config.vocab_size
-    # Nine digits: Python's own conversion takes longer for more.
-    ids = [int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size for key in bias]
-    require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
-    return dict(zip(ids, bias.values(), strict=True))
 
 
 def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
@@ -289,16 +292,10 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
         yield "response_format", "json_schema", form.json_schema.schema_
     if outputs is not None and outputs.json_object:
         yield "structured_outputs", "json_object", {}
-    fields: tuple[tuple[str, GrammarKind, Any, Any], ...] = (
-        ("json", "json_schema", body.guided_json, outputs and outputs.json_),
-        ("regex", "regex", body.guided_regex, outputs and outputs.regex),
-        ("grammar", "grammar", body.guided_grammar, outputs and outputs.grammar),
-        ("choice", "choice", body.guided_choice, outputs and outputs.choice),
-    )
-    for name, kind, guided, structured in fields:
-        if guided is not None:
+    for name, (kind, _) in GRAMMARS.items():
+        if (guided := getattr(body, f"guided_{name}")) is not None:
             yield f"guided_{name}", kind, guided
-        if structured is not None:
+        if outputs is not None and (structured := getattr(outputs, f"{name}_")) is not None:
             yield f"structured_outputs.{name}", kind, structured
 
 
@@ -325,8 +322,7 @@ def prepare_completion(
 ) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model, param = serving.model, "body.prompt"
-    require_model(model, body.model)
-    check_fields(body)
+    check_fields(model, body)
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     require(max_tokens != 0 or body.echo, "body.max_tokens", "at least 1 (0 with echo)")
     special = body.add_special_tokens is not False
@@ -357,8 +353,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
 def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> EngineResponse:
     """Return the answer of a body. Raises ApiError."""
     model = serving.model
-    require_model(model, body.model)
-    check_fields(body)
+    check_fields(model, body)
     require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
     add = body.add_generation_prompt is not False
     ids = encode_chat(model, body.messages, add_generation_prompt=add)
@@ -377,7 +372,7 @@ def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> E
 
 def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
-    serving, caller = serving_of(request), caller_of(request)
+    serving, caller = serving_of(request), request.state.caller
     model, param = serving.model, "body.input"
     require_model(model, body.model)
     require(

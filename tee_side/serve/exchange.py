@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,8 +21,8 @@ from tee_side.engine.background import BackgroundEngine, QueueFullError, Ticket
 from tee_side.engine.grammar import GrammarKind, GrammarMatcher
 from tee_side.engine.request import Delivery, Request
 from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
-from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
+from tee_side.serve.schema import ApiError, loading, of_engine
 from tee_side.serve.watch import RequestWatch, Watch
 
 _DONE = "data: [DONE]\n\n"
@@ -53,7 +52,7 @@ class Serving:
 
     `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
     PromptError. `compiling`: grammars of each owner.
-    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
+    `authorise`: returns whose request it is, or raises `schema.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
     told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
     """
@@ -76,12 +75,6 @@ def serving_of(request: HttpRequest) -> Serving:
     """Return what the app of a request was made with."""
     serving: Serving = request.app.state.serving
     return serving
-
-
-def caller_of(request: HttpRequest) -> RequestWatch:
-    """Return what accounts for a request, of the owner that `authorise` named."""
-    caller: RequestWatch = request.state.caller
-    return caller
 
 
 class EngineResponse(Response):
@@ -115,7 +108,6 @@ class EngineResponse(Response):
         self._begun = False
         self._arrived: list[tuple[int, Delivery]] = []
         self._news = asyncio.Event()
-        self._left = asyncio.Event()
         self._started = False
         self._outcome = "cancelled"
         # An answer that comes whole shows no times between tokens.
@@ -129,16 +121,16 @@ class EngineResponse(Response):
         require_ready(self._serving)
         most = sum(request.samples * request.max_new_tokens for request in self._requests)
         self._watched.begin(self._counts.prompt, most)
-        leaving = asyncio.ensure_future(_leaving(receive))
-        leaving.add_done_callback(self._leave)
+        self._leaving = asyncio.ensure_future(_leaving(receive))
+        self._leaving.add_done_callback(self._leave)
         try:
             await self._run(send)
         except Exception as error:
             self._outcome = type(error).__name__
             raise
         finally:
-            leaving.remove_done_callback(self._leave)
-            leaving.cancel()
+            self._leaving.remove_done_callback(self._leave)
+            self._leaving.cancel()
             self._cancel()
             signed = None if self.receipt is None else self.receipt.digest
             # Of the prompts that had a place in the queue.
@@ -156,10 +148,9 @@ class EngineResponse(Response):
                     await self._news.wait()
                 else:
                     # No news can come: this waits for a place in the queue.
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._left.wait(), _RETRY_S)
+                    await asyncio.wait([self._leaving], timeout=_RETRY_S)
                 arrived = await self._due()
-                if self._left.is_set():
+                if self._leaving.done():
                     return
                 if any(token.finish_reason == "length" for _, d in arrived for token in d.tokens):
                     outcome = "length"
@@ -167,13 +158,14 @@ class EngineResponse(Response):
                     await self._send(send, text)
                 self._submit()
             await self._tick()
-            text, end = self._answer.finish(self._told()), _DONE if self._streamed else ""
+            told = self._counts.rounded(self._serving.round_usage)
+            text, end = self._answer.finish(told), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:
                 raise cause from None
             text, end, outcome = f"data: {of_engine(cause).body}\n\n", "", type(cause).__name__
-        if self._left.is_set():
+        if self._leaving.done():
             return
         # Settled before the last byte: a client that has all may leave.
         self._outcome = outcome
@@ -190,15 +182,12 @@ class EngineResponse(Response):
             try:
                 ticket = self._serving.engine.submit(self._requests[prompt], deliver)
             except QueueFullError:
-                if not self._goes_on():
+                # It may wait where others of its request had a place.
+                if not self._begun and not self._open:
                     raise
                 return
             self._open[prompt] = ticket
             self._left_to_do.popleft()
-
-    def _goes_on(self) -> bool:
-        """Say whether a prompt that finds no place now may wait: others of its request had one."""
-        return bool(self._begun or self._open)
 
     def _deliver(self, prompt: int, delivery: Delivery) -> None:
         parts = [delivery]
@@ -239,8 +228,7 @@ class EngineResponse(Response):
         # A loop's clock may have ticks of its own, and stand a little before ours.
         behind_s = now_s - self._next_s if self._next_s else 0.0
         self._next_s = (self._next_s or now_s) + max(1, behind_s // tempo_s + 1) * tempo_s
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), self._next_s - now_s)
+        await asyncio.wait([self._leaving], timeout=self._next_s - now_s)
 
     async def _take(self, prompt: int, delivery: Delivery) -> str:
         """Count what was delivered, and return what is to be sent of it."""
@@ -249,7 +237,7 @@ class EngineResponse(Response):
         if delivery.error is not None:
             if isinstance(delivery.error, QueueFullError):
                 self._left_to_do.appendleft(prompt)
-                if self._goes_on():
+                if self._begun or self._open:
                     return ""
             raise delivery.error
         self._begun = True
@@ -263,16 +251,13 @@ class EngineResponse(Response):
             return await asyncio.to_thread(self._answer.add, prompt, delivery)
         return self._answer.add(prompt, delivery)
 
-    def _told(self) -> TokenCounts:
-        return self._counts.rounded(self._serving.round_usage)
-
     async def _send(self, send: Send, text: str, end: str | None = None) -> None:
         """Send a piece; with `end`, the last one, and `end` behind its receipt."""
         body, own = text.encode(), dict[str, str]()
         if self.receipt is not None:
             self.receipt.add(body)
         if self.receipt is not None and end is not None:
-            told = self._told()
+            told = self._counts.rounded(self._serving.round_usage)
             signed = self.receipt.sign(self._requests, told.prompt, told.completion)
             if self._streamed:
                 body += f": {HEADER} {signed}\n\n".encode()
@@ -288,7 +273,6 @@ class EngineResponse(Response):
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _leave(self, _leaving: asyncio.Future[None]) -> None:
-        self._left.set()
         self._cancel()
         self._news.set()
 
@@ -303,8 +287,7 @@ def require_ready(serving: Serving) -> None:
     state = serving.engine.state
     if state == "starting":
         raise loading()
-    if state == "failed":
-        raise ApiError(503, "the engine has failed", code=state)
+    ApiError.unless(state != "failed", 503, "the engine has failed", code=state)
 
 
 def ending() -> EngineError:

@@ -47,7 +47,7 @@ from tee_side.attest.statement import (
     key_digest,
     report_data,
 )
-from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import HpkeKey
 
 if TYPE_CHECKING:
@@ -145,19 +145,23 @@ class Attestation:
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError."""
         nonce = request.query_params.get("nonce", "")
-        if not _NONCE.fullmatch(nonce):
-            raise ApiError(
-                400,
-                f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits",
-                param="query.nonce",
-                code="invalid_nonce",
-            )
+        ApiError.unless(
+            _NONCE.fullmatch(nonce),
+            400,
+            f"nonce: {NONCE_BYTES} random bytes, as hexadecimal digits",
+            param="query.nonce",
+            code="invalid_nonce",
+        )
         now_s = self._clock()
         self._left = min(_AT_ONCE, self._left + (now_s - self._since_s) * _A_SECOND)
         self._since_s = now_s
-        if self._left < 1 or self._waiting >= _MOST_WAITING:
-            again = {"retry-after": "1"}
-            raise ApiError(429, "too many ask for evidence", code="rate_limited", headers=again)
+        ApiError.unless(
+            self._left >= 1 and self._waiting < _MOST_WAITING,
+            429,
+            "too many ask for evidence",
+            code="rate_limited",
+            headers={"retry-after": "1"},
+        )
         self._left -= 1
         self._waiting += 1
         try:

@@ -27,7 +27,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -138,38 +138,39 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
             expected="TOML, each name once",
         ) from None
     entries = tables.pop("keys", None)
-    if tables or not isinstance(entries, dict) or not entries:
-        raise KeyFileError(
-            where,
-            got="other keys or tables" if tables else "no key",
-            expected="a table [keys.NAME] for each key",
-        )
+    KeyFileError.unless(
+        not tables and isinstance(entries, dict) and entries,
+        where,
+        "other keys or tables" if tables else "no key",
+        "a table [keys.NAME] for each key",
+    )
     keys: dict[str, ApiKey] = {}
     names: dict[str, str] = {}
+    known = [field for field in ApiKey.model_fields if field != "name"]
     for name, fields in entries.items():
-        keys[name] = key = _key(check_name(name, where), fields, f"{where}: {name}")
+        entry = f"{where}: {check_name(name, where)}"
+        KeyFileError.unless(
+            isinstance(fields, dict) and fields.keys() <= set(known),
+            entry,
+            "an unknown field",
+            f"a table of {', '.join(known)}",
+        )
+        try:
+            keys[name] = key = ApiKey(name=name, **fields)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_input=False)[0]
+            field = str(fault["loc"][0])
+            raise KeyFileError(
+                f"{entry}: {field}",
+                got="nothing" if fault["type"] == "missing" else "another value",
+                expected="the 64 hex digits of the key's SHA-256 (tsqp api-key)"
+                if field == "sha256"
+                else expectation(fault["type"], fault["msg"]),
+            ) from None
         other = names.setdefault(key.sha256, name)
         got = f"the key of {other}"
-        KeyFileError.unless(other == name, f"{where}: {name}: sha256", got, "a key of its own")
+        KeyFileError.unless(other == name, f"{entry}: sha256", got, "a key of its own")
     return keys
-
-
-def _key(name: str, fields: Any, where: str) -> ApiKey:
-    known = [field for field in ApiKey.model_fields if field != "name"]
-    if not isinstance(fields, dict) or not fields.keys() <= set(known):
-        raise KeyFileError(where, got="an unknown field", expected=f"a table of {', '.join(known)}")
-    try:
-        return ApiKey(name=name, **fields)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        field = str(fault["loc"][0])
-        raise KeyFileError(
-            f"{where}: {field}",
-            got="nothing" if fault["type"] == "missing" else "another value",
-            expected="the 64 hex digits of the key's SHA-256 (tsqp api-key)"
-            if field == "sha256"
-            else expectation(fault["type"], fault["msg"]),
-        ) from None
 
 
 # Of an owner without a key, or whose key was removed.
@@ -255,16 +256,15 @@ class Limits:
         state, limits = self._found(owner)
         tokens = prompt_tokens + max_tokens
         self._check(owner, state, limits, tokens, max_tokens)
-        costs = {"requests": 1, "tokens": tokens}
-        for what, _, budget in _budgets(state, limits):
-            budget.spent += costs[what]
+        for _, _, budget, cost in _budgets(state, limits, tokens):
+            budget.spent += cost
         state.running += 1
         return Admission(state, None if limits.tokens_per_minute is None else tokens)
 
     def headers(self, owner: str) -> dict[str, str]:
         """Return `x-ratelimit-*` of the limits that a key has, as OpenAI names them."""
         found: dict[str, str] = {}
-        for what, size, budget in _budgets(*self._found(owner)):
+        for what, size, budget, _ in _budgets(*self._found(owner), tokens=0):
             left = budget.left(size, self._clock())
             reset_s = math.ceil((size - left) * 60_000 / size) / 1000
             found[f"x-ratelimit-limit-{what}"] = str(size)
@@ -296,11 +296,11 @@ class Limits:
                 limits.concurrent,
                 _RETRY_CONCURRENT_S,
             )
-        now_s, costs = self._clock(), {"requests": 1, "tokens": tokens}
-        for what, size, budget in _budgets(state, limits):
-            after_s = budget.wait_s(costs[what], size, now_s)
+        now_s = self._clock()
+        for what, size, budget, cost in _budgets(state, limits, tokens):
+            after_s = budget.wait_s(cost, size, now_s)
             if after_s != 0:
-                raise refuse(f"{what} a minute", f"no room for {costs[what]}", size, after_s)
+                raise refuse(f"{what} a minute", f"no room for {cost}", size, after_s)
 
 
 @dataclass(slots=True)
@@ -320,10 +320,10 @@ class Admission:
             state.tokens.spent = max(0.0, state.tokens.spent + used_tokens - self.reserved)
 
 
-def _budgets(state: _State, limits: ApiKey) -> list[tuple[str, int, _Budget]]:
-    """Return the budgets that a key has: name, size, and what of it is used."""
+def _budgets(state: _State, limits: ApiKey, tokens: int) -> list[tuple[str, int, _Budget, int]]:
+    """Return the budgets that a key has: name, size, what of it is used, cost of a request."""
     both = (
-        ("requests", limits.requests_per_minute, state.requests),
-        ("tokens", limits.tokens_per_minute, state.tokens),
+        ("requests", limits.requests_per_minute, state.requests, 1),
+        ("tokens", limits.tokens_per_minute, state.tokens, tokens),
     )
-    return [(what, size, budget) for what, size, budget in both if size is not None]
+    return [(what, size, budget, cost) for what, size, budget, cost in both if size is not None]

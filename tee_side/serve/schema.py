@@ -2,15 +2,31 @@
 
 Null is as good as left out. A field that is not here is refused, and so is one that would change
 the answer and is not supported (`_NotSupported`): no client gets another answer than it asked for.
+
+And the one form of every error that leaves the server:
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+Nothing in it is the client's own words: they may be the prompt, and errors are logged by clients.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
+from protocol.errors import EngineError, LimitError, PromptError, TsqpError, expectation
+from tee_side.engine.grammar import GrammarKind
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 
@@ -46,74 +62,98 @@ class _Body(BaseModel):
         return _few_fields(value)
 
 
+_B = TypeVar("_B", bound=_Body)
+# As SamplingSettings names them.
+SAMPLING: dict[str, Any] = {
+    "seed": Annotated[int, Field(ge=0, lt=2**62)] | None,
+    "top_p": Annotated[float, Field(gt=0, le=1)] | None,
+    "min_p": Annotated[float, Field(ge=0, le=1)] | None,
+    "frequency_penalty": _Penalty | None,
+    "presence_penalty": _Penalty | None,
+    "repetition_penalty": Annotated[float, Field(ge=0.01, le=100)] | None,
+}
+# By the names of vLLM's fields, in both of its forms: the kind, and what the field may be.
+GRAMMARS: dict[str, tuple[GrammarKind, Any]] = {
+    "json": ("json_schema", dict[str, Any] | str | None),
+    "regex": ("regex", str | None),
+    "grammar": ("grammar", str | None),
+    "choice": ("choice", _List[str] | None),
+}
+
+
+def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
+    """Return what adds fields to a model that are not read one by one, None by default."""
+
+    def add(model: type[_B]) -> type[_B]:
+        given: dict[str, Any] = {name: (kind, None) for name, kind in fields.items()}
+        named = model.__name__
+        return create_model(
+            named, __base__=model, __doc__=model.__doc__, __module__=__name__, **given
+        )
+
+    return add
+
+
+_UNUSED = (
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
+    *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
+    "id_slot",
+)
+_NOT_SUPPORTED: dict[str, Any] = {
+    "best_of": Literal[1] | None,
+    "functions": _Empty | None,
+    "function_call": Literal["none"] | None,
+    "tools": _Empty | None,
+    "tool_choice": Literal["none"] | None,
+    "audio": None,
+    "modalities": list[Literal["text"]] | None,
+    "prediction": None,
+    "reasoning_effort": Literal["none"] | None,
+    "web_search_options": None,
+    "min_tokens": Literal[0] | None,
+    "use_beam_search": Literal[False] | None,
+    "length_penalty": Annotated[float, Field(ge=1, le=1)] | None,
+    "include_stop_str_in_output": Literal[False] | None,
+    "skip_special_tokens": Literal[True] | None,
+    "truncate_prompt_tokens": None,
+    "suffix": None,
+    "prompt_logprobs": None,
+    "verbosity": None,
+    "allowed_token_ids": None,
+    "bad_words": _Empty | None,
+    "chat_template_kwargs": Annotated[dict[str, Any], Field(max_length=0)] | None,
+    "continue_final_message": Literal[False] | None,
+    "detokenize": Literal[True] | None,
+    "early_stopping": Literal[False] | None,
+    "return_token_ids": Literal[False] | None,
+    "return_tokens_as_token_ids": Literal[False] | None,
+    "timings_per_token": Literal[False] | None,
+}
+
+
+@_accepting(dict.fromkeys(_UNUSED, Any))
 class _Unused(_Body):
     """What clients send that changes no answer: accepted, and not looked at."""
 
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    safety_identifier: Any = None
-    parallel_tool_calls: Any = None
-    priority: Any = None
-    request_id: Any = None
-    cache_prompt: Any = None
-    guided_decoding_backend: Any = None
-    spaces_between_special_tokens: Any = None
-    session_id: Any = None
-    chat_id: Any = None
-    id_slot: Any = None
 
-
+@_accepting(_NOT_SUPPORTED)
 class _NotSupported(_Body):
     """What would change the answer, with the only values that do not."""
 
-    best_of: Literal[1] | None = None
-    functions: _Empty | None = None
-    function_call: Literal["none"] | None = None
-    tools: _Empty | None = None
-    tool_choice: Literal["none"] | None = None
-    audio: None = None
-    modalities: list[Literal["text"]] | None = None
-    prediction: None = None
-    reasoning_effort: Literal["none"] | None = None
-    web_search_options: None = None
-    min_tokens: Literal[0] | None = None
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
-    truncate_prompt_tokens: None = None
-    suffix: None = None
-    prompt_logprobs: None = None
-    verbosity: None = None
-    allowed_token_ids: None = None
-    bad_words: _Empty | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    continue_final_message: Literal[False] | None = None
-    detokenize: Literal[True] | None = None
-    early_stopping: Literal[False] | None = None
-    return_token_ids: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
-    timings_per_token: Literal[False] | None = None
 
-
+@_accepting({"include_obfuscation": Any})
 class StreamOptions(_Body):
     """`include_obfuscation` is accepted and unused."""
 
     include_usage: bool | None = None
-    include_obfuscation: Any = None
 
 
+@_accepting({"name": _Name | None, "description": str | None, "strict": bool | None})
 class JsonSchema(_Body):
     """A schema by its name; `strict`: it is always followed."""
 
-    name: _Name | None = None
-    description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
 
 
 class ResponseFormat(_Body):
@@ -123,16 +163,14 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
+@_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
 class StructuredOutputs(_Body):
     """vLLM's form of a grammar; one of the fields."""
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: _List[str] | None = None
 
 
+@_accepting(SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()})
 class Generating(_Unused, _NotSupported):
     """What completions and chats have in common."""
 
@@ -142,23 +180,13 @@ class Generating(_Unused, _NotSupported):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=_MAX_FIELDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_fields)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: _List[str] | None = None
     cache_salt: _Name | None = None
 
 
@@ -178,22 +206,34 @@ class TextPart(_Body):
     text: str
 
 
+@_accepting(
+    {
+        "refusal": None,
+        "annotations": Any,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": _Empty | None,
+    }
+)
 class ChatMessage(_Body):
     """A turn of a conversation. Only an assistant's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _List[TextPart] | None = None
     name: _Name | None = None
-    refusal: None = None
-    annotations: Any = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: _Empty | None = None
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
+@_accepting(
+    {
+        # A template writes its own.
+        "add_special_tokens": Literal[False] | None,
+        "chat_template": None,
+        "echo": Literal[False] | None,
+    }
+)
 class ChatRequest(Generating):
     """`/v1/chat/completions`."""
 
@@ -203,12 +243,9 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     add_generation_prompt: bool | None = None
-    # A template writes its own.
-    add_special_tokens: Literal[False] | None = None
-    chat_template: None = None
-    echo: Literal[False] | None = None
 
 
+@_accepting({"truncate_prompt_tokens": None})
 class EmbeddingsRequest(_Unused):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
@@ -218,9 +255,9 @@ class EmbeddingsRequest(_Unused):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: None = None
 
 
+@_accepting({"parse_special": Literal[True] | None})
 class TokenizeRequest(_Body):
     """`/tokenize`: vLLM's prompt or messages, or llama.cpp's content."""
 
@@ -233,7 +270,6 @@ class TokenizeRequest(_Body):
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
-    parse_special: Literal[True] | None = None
 
 
 class DetokenizeRequest(_Body):
@@ -248,6 +284,174 @@ _MODELS: tuple[type[BaseModel], ...] = (
     *(StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ChatMessage, TextPart),
 )
 # Of all of these, so that errors can tell them from what a client wrote in their place.
-FIELD_NAMES = frozenset(
+_FIELD_NAMES = frozenset(
     info.alias or name for model in _MODELS for name, info in model.model_fields.items()
 )
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
+_MESSAGES = {
+    400: "the body could not be read",
+    404: "there is no such path",
+    405: "the path has no such method",
+}
+# Of a field that we do not know: what else a client may write there is not repeated.
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
+# pydantic's, that do not quote what they found.
+_FIXED_MESSAGES = re.compile(
+    r"(bool|dict|float|int|list|model|string)_(type|attributes_type)|(less|greater)_than(_equal)?"
+    r"|missing|literal_error|none_required|finite_number|string_too_(short|long)|fewer_fields"
+)
+_KNOWN_TYPES = {
+    "extra_forbidden": "no such field",
+    "missing": "a value",
+    "none_required": "nothing: this is not supported",
+    "too_long": "fewer entries",
+    "too_short": "more entries",
+    "json_invalid": "JSON",
+    "model_attributes_type": "a JSON object, sent as application/json",
+}
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong; some errors have fields of their own beside these."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An answer that is no success. `more`: fields of its own."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        **more: int,
+    ) -> None:
+        super().__init__(status, message, headers)
+        kind = kind or _TYPES.get(status, "invalid_request_error")
+        fields: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = json.dumps({"error": fields | more}, separators=(",", ":"))
+
+    @classmethod
+    def unless(cls, holds: object, status: int, message: str, **more: Any) -> None:
+        """Raise this error unless `holds`; `more`: what else it takes."""
+        if not holds:
+            raise cls(status, message, **more)
+
+    def response(self) -> Response:
+        """Return the answer."""
+        return Response(self.body, self.status_code, self.headers, "application/json")
+
+
+def wrong(param: str, expected: str) -> ApiError:
+    """Return the error of a field that is not as it should be."""
+    return ApiError(400, f"{param}: expected {expected}", param=param)
+
+
+def require(holds: object, param: str, expected: str) -> None:
+    """Raise the error of a field that is not as it should be unless `holds`."""
+    if not holds:
+        raise wrong(param, expected)
+
+
+def loading() -> ApiError:
+    """Return the error of a server whose model is not there yet."""
+    return ApiError(503, "the model is being loaded", code="starting", headers={"retry-after": "5"})
+
+
+def of_engine(error: TsqpError, param: str | None = None) -> ApiError:
+    """Return what a client is told of an error of the engine, a limit, or the tokenizer.
+
+    Where it happened, and the other party's part in it, are left out: they are the operator's.
+    """
+    said = f"got {error.got}, expected {error.expected}"
+    if isinstance(error, LimitError):
+        headers: dict[str, str] = dict(getattr(error, "headers", {}))
+        if not error.retryable:
+            return ApiError(400, said, param=param, code="limit_exceeded", headers=headers)
+        # A limit of the client's own, or a queue that is full.
+        status = 429 if headers else 503
+        message = said if headers else "there is no room for this now: try again later"
+        code = "rate_limit_exceeded" if headers else "overloaded"
+        return ApiError(status, message, code=code, headers={"retry-after": "1"} | headers)
+    if isinstance(error, PromptError):
+        return ApiError(400, said, param=param, code="invalid_prompt")
+    if isinstance(error, EngineError):
+        return ApiError(503, "the engine has ended", code="failed")
+    message = f"the model could not compute this: {type(error).__name__}"
+    if error.retryable:
+        return ApiError(503, message, code="engine_error", headers={"retry-after": "1"})
+    return ApiError(500, message, code="engine_error")
+
+
+def of_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the error of a body that is not as its schema says: of its most specific fault."""
+    where = [_path(fault) for fault in faults]
+    # Of a union, the alternative that more of the value fitted.
+    reached = [(len(path), [part for part in path if isinstance(part, int)]) for path in where]
+    path = where[max(range(len(where)), key=reached.__getitem__)]
+    expected = [_expected(fault) for fault, at in zip(faults, where, strict=True) if at == path]
+    return wrong(".".join(map(str, path)), " or ".join(dict.fromkeys(expected[:6])))
+
+
+def _path(fault: Mapping[str, Any]) -> list[str | int]:
+    """Return where a fault is: fields of ours and places in lists.
+
+    Left out are names of a union's alternatives, and keys that are the client's, but for the name
+    of a field that there is not.
+    """
+    body, *parts = fault["loc"]
+    if fault["type"] == "json_invalid":
+        return [body]
+    unknown = [str(parts.pop())] if fault["type"] == "extra_forbidden" else []
+    path = [part for part in parts if isinstance(part, int) or part in _FIELD_NAMES]
+    return [body, *path, *filter(_FIELD_NAME.fullmatch, unknown)]
+
+
+def _expected(fault: Mapping[str, Any]) -> str:
+    kind: str = fault["type"]
+    if kind == "too_long" and not fault["ctx"]["max_length"]:
+        kind = "none_required"
+    if known := _KNOWN_TYPES.get(kind):
+        return known
+    return expectation(kind, fault["msg"]) if _FIXED_MESSAGES.fullmatch(kind) else "another value"
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Make the app answer every error in this form."""
+
+    @app.exception_handler(HTTPException)
+    async def refused(_request: Request, error: HTTPException) -> Response:
+        if isinstance(error, ApiError):
+            return error.response()
+        status = error.status_code
+        message = _MESSAGES.get(status, "the request was refused")
+        return ApiError(status, message, headers=error.headers).response()
+
+    @app.exception_handler(TsqpError)
+    async def failed(_request: Request, error: TsqpError) -> Response:
+        return of_engine(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        return of_validation(error.errors()).response()

@@ -28,7 +28,6 @@ import secrets
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Annotated, Literal, Self, TypeAlias
 
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
@@ -36,11 +35,11 @@ from cryptography.hazmat.primitives import hashes, hpke
 from cryptography.hazmat.primitives.asymmetric import mlkem, x25519
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protocol.encoding import pack, unpack
-from protocol.errors import ErrorCode, ProtocolError
-from protocol.validation import validate
+from protocol.errors import ProtocolError
+from protocol.validation import Strict, validate
 
 SuiteName: TypeAlias = Literal["mlkem768-x25519", "x25519"]
 
@@ -49,8 +48,6 @@ KEY_BYTES = 32  # of X25519, and of what is sealed: keys of AES-256
 _KEMS = {"mlkem768-x25519": hpke.KEM.MLKEM768_X25519, "x25519": hpke.KEM.X25519}
 
 _TAG_BYTES = 16
-
-_refused = partial(ProtocolError, "HPKE", code=ErrorCode.MALFORMED_MESSAGE)
 
 
 class HpkeKey:
@@ -78,7 +75,8 @@ class HpkeKey:
         try:
             return _hpke(self.suite).decrypt(sealed, self._private, info)
         except InvalidTag:
-            raise _refused(
+            raise ProtocolError(
+                "HPKE",
                 got="another key, purpose or content",
                 expected="bytes that were sealed to this key, for this purpose",
             ) from None
@@ -96,7 +94,7 @@ def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:
             )
         return _hpke(suite).encrypt(plain, key, info)
     except (TypeError, ValueError):
-        raise _refused(got="another public key", expected=f"one of {suite}") from None
+        raise ProtocolError("HPKE", "another public key", f"one of {suite}") from None
 
 
 def _hpke(suite: SuiteName) -> hpke.Suite:
@@ -113,7 +111,7 @@ _FRONT = struct.Struct("!BI")
 
 _DOMAIN = b"TSQP sealed body 1\0"
 
-_refused_body = partial(ProtocolError, "sealed body", code=ErrorCode.MALFORMED_MESSAGE)
+_BODY = "sealed body"
 
 
 def seal_secret(suite: SuiteName, public: bytes, target: bytes) -> tuple[bytes, bytes]:
@@ -153,8 +151,12 @@ class Direction:
         chunks = []
         while not self._ended and len(self._data) >= _FRONT.size:
             final, length = _FRONT.unpack_from(self._data)
-            if length > CHUNK_BYTES + _TAG_BYTES:
-                raise _refused_body(got="a longer chunk", expected=f"{CHUNK_BYTES} bytes at most")
+            ProtocolError.unless(
+                length <= CHUNK_BYTES + _TAG_BYTES,
+                _BODY,
+                "a longer chunk",
+                f"{CHUNK_BYTES} bytes at most",
+            )
             end = _FRONT.size + length
             if len(self._data) < end:
                 break
@@ -162,30 +164,28 @@ class Direction:
             try:
                 chunks.append(self._cipher.decrypt(self._count.to_bytes(12), sealed, front))
             except InvalidTag:
-                raise _refused_body(got="other bytes", expected="the next chunk") from None
+                raise ProtocolError(_BODY, "other bytes", "the next chunk") from None
             del self._data[:end]
             self._count, self._ended = self._count + 1, bool(final)
-        if self._ended and self._data:
-            raise _refused_body(got="more bytes", expected="none behind the last chunk")
+        ProtocolError.unless(
+            not self._ended or not self._data, _BODY, "more bytes", "none behind the last chunk"
+        )
         return chunks
 
     def close(self) -> None:
         """Take note that no more bytes come. Raises ProtocolError: the last chunk is missing."""
-        if not self._ended:
-            raise _refused_body(got="an early end", expected="the last chunk")
+        ProtocolError.unless(self._ended, _BODY, "an early end", "the last chunk")
 
 
 _MAX_HEADERS = 128
 
-Name: TypeAlias = Annotated[str, Field(strict=True, pattern=r"\A[!-9;-~]{1,64}\z")]
+Name: TypeAlias = Annotated[str, Field(pattern=r"\A[!-9;-~]{1,64}\z")]
 
 
-class Head(BaseModel):
+class Head(Strict):
     """What both have: headers, by names in small letters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    headers: dict[Name, Annotated[bytes, Field(strict=True)]]
+    headers: dict[Name, bytes]
 
     def raw(self) -> list[tuple[bytes, bytes]]:
         """Return the headers as pairs."""
@@ -206,14 +206,14 @@ class Head(BaseModel):
 class RequestHead(Head):
     """The head of a request. `time`: seconds since 1970, by the client's clock."""
 
-    time: Annotated[int, Field(strict=True, ge=0, lt=2**53)]
-    method: Annotated[str, Field(strict=True, pattern=r"\A[A-Z]{1,16}\z")]
+    time: Annotated[int, Field(ge=0, lt=2**53)]
+    method: Annotated[str, Field(pattern=r"\A[A-Z]{1,16}\z")]
 
 
 class ResponseHead(Head):
     """The head of a response."""
 
-    status: Annotated[int, Field(strict=True, ge=200, le=599)]
+    status: Annotated[int, Field(ge=200, le=599)]
 
 
 def joined(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ProtocolError
-from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,
@@ -62,7 +62,9 @@ class Sealing:
     """
 
     def __init__(self, app: ASGIApp, key: HpkeKey, clock: Callable[[], float] = time.time) -> None:
-        self._app, self._key, self._remembered = app, key, Remembered(clock)
+        self._app, self._key, self._clock, self._now_s = app, key, clock, 0.0
+        # Digests of the secrets of requests that were opened, by the second of their heads.
+        self._by_second: dict[int, set[bytes]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -83,50 +85,44 @@ class Sealing:
         sealed = _Sealed(opened.secret, send)
         inner = {**scope, "method": head.method, "headers": head.raw(), "extensions": {}}
         try:
-            self._remembered.add(opened.secret, head)
+            self._remember(opened.secret, head)
         except ApiError as refused:
             await refused.response()(inner, opened.receive, sealed.send)
             return
         await self._app(inner, opened.receive, sealed.send)
         if sealed.status in _REFUSED_ALWAYS:
-            self._remembered.remove(opened.secret, head)
+            digest = hashlib.sha256(opened.secret).digest()
+            self._by_second.get(head.time, set()).discard(digest)
 
-
-class Remembered:
-    """Requests that were opened, as digests of their secrets, by the second of their heads."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._now_s = clock, 0.0
-        self._by_second: dict[int, set[bytes]] = {}
-
-    def add(self, secret: bytes, head: RequestHead) -> None:
+    def _remember(self, secret: bytes, head: RequestHead) -> None:
         """Remember a request.
 
         Raises ApiError for one of another time, one that was sent before, and one too many.
         """
         self._now_s = max(self._now_s, self._clock())
         oldest_s = self._now_s - WINDOW_S
-        if not oldest_s <= head.time <= self._now_s + WINDOW_S:
-            raise ApiError(
-                400,
-                f"the client's clock: expected within {WINDOW_S} s of the server's",
-                code="sealed_time",
-            )
+        ApiError.unless(
+            oldest_s <= head.time <= self._now_s + WINDOW_S,
+            400,
+            f"the client's clock: expected within {WINDOW_S} s of the server's",
+            code="sealed_time",
+        )
         if head.method in _READS:
             return
         for second in [second for second in self._by_second if second < oldest_s]:
             del self._by_second[second]
         digest, seen = hashlib.sha256(secret).digest(), self._by_second.get(head.time, set())
-        if digest in seen:
-            raise ApiError(400, "this sealed request was sent before", code="sealed_replay")
-        if sum(map(len, self._by_second.values())) >= MAX_REMEMBERED:
-            headers = {"retry-after": "1"}
-            raise ApiError(503, "too many sealed requests", code="overloaded", headers=headers)
+        ApiError.unless(
+            digest not in seen, 400, "this sealed request was sent before", code="sealed_replay"
+        )
+        ApiError.unless(
+            sum(map(len, self._by_second.values())) < MAX_REMEMBERED,
+            503,
+            "too many sealed requests",
+            code="overloaded",
+            headers={"retry-after": "1"},
+        )
         self._by_second.setdefault(head.time, seen).add(digest)
-
-    def remove(self, secret: bytes, head: RequestHead) -> None:
-        """Forget a request, where it is remembered."""
-        self._by_second.get(head.time, set()).discard(hashlib.sha256(secret).digest())
 
 
 class _OpenedRequest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -54,21 +54,33 @@ _AUDIT = (
     ("tsqp:audit_errors", "Writes of the audit log that the disk refused."),
     ("tsqp:audit_lost", "Records of the audit log that were lost."),
 )
-_FIRST_TOKEN_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+# Of seconds; with the upper ends of their buckets.
+_HISTOGRAMS = (
+    (
+        "vllm:time_to_first_token_seconds",
+        "From arrival to the first token.",
+        (
+            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+            *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+        ),
+    ),
+    (
+        "vllm:inter_token_latency_seconds",
+        "Between deliveries of tokens to one request.",
+        (
+            *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+            *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+        ),
+    ),
+    (
+        "vllm:e2e_request_latency_seconds",
+        "From arrival to the end.",
+        (
+            *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+            *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+        ),
+    ),
 )
-
-_BETWEEN_TOKENS_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-
-_REQUEST_S = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 _RATE_OVER_S = 60.0
@@ -96,21 +108,12 @@ class Metrics(Collector):
         # (seconds, pads made) of earlier scrapes, the oldest a minute old or a little more.
         self._made: deque[tuple[float, int]] = deque([(clock(), 0)])
 
-        def histogram(name: str, text: str, bounds: Sequence[float]) -> Callable[[float], None]:
-            made = Histogram(name, text, _LABELS, buckets=bounds, registry=self._registry)
-            # Looked up once: it is called for every token.
-            return made.labels(model_name).observe
-
-        self.first_token = histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
-        )
-        self.between_tokens = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between deliveries of tokens to one request.",
-            _BETWEEN_TOKENS_S,
-        )
-        self.request = histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the end.", _REQUEST_S
+        # Looked up once: they are called for every token.
+        self.first_token, self.between_tokens, self.request = (
+            Histogram(name, text, _LABELS, buckets=bounds, registry=self._registry)
+            .labels(model_name)
+            .observe
+            for name, text, bounds in _HISTOGRAMS
         )
         ended = Counter(
             "vllm:request_success",

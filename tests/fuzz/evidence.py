@@ -16,8 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.utils import CryptographyDeprecationWarning
 
 from protocol.errors import EvidenceError, ProtocolError
-from tee_side.attest import snp
-from tee_side.attest.snp import SnpReport, Tcb
+from tee_side.attest import guests
 from tee_side.attest.statement import Claims, Evidence, read_certificate
 from tee_side.serve.sealed import Direction
 from tests.fuzz.engine import Target
@@ -35,8 +34,8 @@ def _same_size(mutator: Mutator, case: Case, other: Case) -> Case:
 # A key for which every signature is right, and its own certificate.
 _ANY = Mock(spec=["key_size", "public_key", "verify"], key_size=4096, __class__=RSAPublicKey)
 _ANY.public_key = lambda: _ANY
-_signed_body = snp._signed_body
-_report = cache(lambda *which: SnpReport.parse(make_report(*which)))
+_signed_body = guests._signed_body
+_report = cache(lambda *which: guests.SnpReport.parse(make_report(*which)))
 
 
 def _unverified(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[bytes, bytes]:
@@ -48,8 +47,8 @@ def _leaf(case: Case) -> str:
     kind: Any = "vlek" if b"VLEK" in case[0] else "vcek"
     chain = make_chain(product, kind)
     certificates = (case[0], chain.ask, chain.ark)
-    with chain.pinned(), patch.object(snp, "_signed_body", _unverified):
-        snp.verify_chain(_report(product, kind), certificates, snp_chain.NOW)
+    with chain.pinned(), patch.object(guests, "_signed_body", _unverified):
+        guests.verify_chain(_report(product, kind), certificates, snp_chain.NOW)
     return f"{product} {kind}"
 
 
@@ -59,10 +58,10 @@ def _leaves() -> list[Case]:
 
 
 def _snp_report(case: Case) -> str:
-    report = SnpReport.parse(case[0])
+    report = guests.SnpReport.parse(case[0])
     if report.report_data != case[0][0x50:0x90]:
         raise ValueError("other bytes than those of the report")
-    tcb = Tcb.parse(report.reported_tcb, report.product or "milan")
+    tcb = guests.Tcb.parse(report.reported_tcb, report.product or "milan")
     return f"{case[0][0]} {report.product} {report.signing_key} {max(tcb) > 127}"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tee_side.attest.attesters import find_attester
-from tee_side.attest.snp import Product, SigningKey, Tcb
+from tee_side.attest.guests import Product, SigningKey, Tcb
 from tee_side.attest.statement import About, Statement
 from tee_side.serve.identity import Identity
 from tsqp.run.attestation import tls_files

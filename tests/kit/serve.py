@@ -23,8 +23,8 @@ from tee_side.engine.request import Delivery, Logprob, NewToken, PromptRead, Req
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import create_app
-from tee_side.serve.errors import ApiError
 from tee_side.serve.exchange import Serving
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,

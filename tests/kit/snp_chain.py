@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509 import Name, ObjectIdentifier
 
-from tee_side.attest.snp import PINNED_ROOTS, REPORT_BYTES, SIGNED_BYTES, Product, SigningKey, Tcb
+from tee_side.attest.guests import REPORT_BYTES, SIGNED_BYTES, Product, SigningKey, Tcb
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 BEGINS, ENDS = b"240101000000Z", b"440101000000Z"
@@ -225,7 +225,7 @@ class Chain:
     @contextmanager
     def pinned(self) -> Iterator[None]:
         roots = {hashlib.sha256(self.ark).hexdigest(): self.product}
-        with patch.dict(PINNED_ROOTS, roots, clear=True):
+        with patch.dict("tee_side.attest.guests.PINNED_ROOTS", roots, clear=True):
             yield
 
 

@@ -75,7 +75,7 @@ def connect(
     if sealed:
         carried = ProvedTransport(base, policy, httpx2.HTTPTransport(), again_s)
         try:
-            found = carried.prove()
+            found, _ = carried.prove()
         except httpx2.TransportError as error:
             raise EndpointError(
                 str(address),

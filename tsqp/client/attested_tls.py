@@ -45,7 +45,6 @@ CONNECT_S = 30.0
 
 _TIMEOUT_S = 30.0
 MAX_ANSWER_BYTES = 256 * 1024
-_OF_A_CERTIFICATE = b""
 
 
 class NotAttestedError(TsqpError):
@@ -125,7 +124,7 @@ class AttestedContext(ssl.SSLContext):
             return
         try:
             stated, tls_key = read_certificate(certificate)
-            first = self._appraise(stated, _OF_A_CERTIFICATE, tls_key)
+            first = self._appraise(stated, b"", tls_key)
             certified = passed("certificate", first)
             nonce = secrets.token_bytes(NONCE_BYTES)
             second = self._appraise(_ask(connection, nonce), nonce, tls_key)
@@ -135,10 +134,13 @@ class AttestedContext(ssl.SSLContext):
         # Nonce and time of a certificate are its own.
         ours, theirs = (one.model_dump(exclude={"nonce", "time"}) for one in (certified, fresh))
         for name, value in ours.items():
-            if theirs[name] != value:
-                raise NotAttestedError(
-                    f"new evidence: {name}", "another", "the certificate's", None
-                )
+            NotAttestedError.unless(
+                theirs[name] == value,
+                f"new evidence: {name}",
+                "another",
+                "the certificate's",
+                appraisal=None,
+            )
         self.proved = Proved(certificate, second, self._clock())
 
     def _appraise(self, stated: Statement, nonce: bytes, tls_key: bytes) -> Appraisal:
@@ -171,15 +173,11 @@ class _AttestedSocket(ssl.SSLSocket):
         self.settimeout(timeout_s)
         self._proved = True
 
-    def ask(self, request: bytes) -> None:
-        """Send what the other end is asked before it has proved anything."""
-        self._encrypted().write(request)
-
     def send(self, data: Any, flags: int = 0) -> int:
         """Send through TLS. Raises OSError before the other end has proved itself, and after."""
         if flags or not self._proved:
             raise OSError(errno.EPERM, "nothing is sent before the other end has proved itself")
-        sent: int = self._encrypted().write(data)
+        sent: int = self.encrypted().write(data)
         return sent
 
     def sendall(self, data: Any, flags: int = 0) -> None:
@@ -189,15 +187,14 @@ class _AttestedSocket(ssl.SSLSocket):
             while at < len(left):
                 at += self.send(left[at:], flags)
 
-    def sendto(self, *_: Any) -> int:
+    def sendto(self, *_: Any, **__: Any) -> int:
         """Refuse what goes past TLS."""
         raise NotImplementedError("AttestedContext: send and sendall alone")
 
-    def sendfile(self, *_: Any, **__: Any) -> int:
-        """Refuse what goes past TLS."""
-        raise NotImplementedError("AttestedContext: send and sendall alone")
+    sendfile = sendto
 
-    def _encrypted(self) -> Any:
+    def encrypted(self) -> Any:
+        """Return what goes through TLS. Raises OSError after its end."""
         # Taken once: another thread may end it at any time.
         encrypted = getattr(self, "_sslobj", None)
         if encrypted is None:
@@ -234,7 +231,8 @@ def cut_after(seconds: float, connection: socket.socket) -> Iterator[threading.E
 
 def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     """Ask over a connection for a statement of now. Raises EvidenceError."""
-    connection.ask(
+    # All that is sent before the other end has proved anything.
+    connection.encrypted().write(
         f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
     )
     reply = HTTPResponse(connection)
@@ -335,8 +333,8 @@ class Proxy:
         self._guard, self._over = threading.Lock(), threading.Event()
         self._places = threading.Semaphore(_MOST)
         self.proved = prove(server, context)
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
         with EndpointError.for_os(f"--listen {listen[0]}:{listen[1]}", "an address that is free"):
-            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
             self._listening = socket.create_server(listen, family=family)
         self.port: int = self._listening.getsockname()[1]
         self._again = threading.Thread(target=self._prove_again, daemon=True)

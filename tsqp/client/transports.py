@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from threading import Lock
+from threading import Lock, RLock
 
 import httpx2
 
@@ -61,8 +61,8 @@ class UnsealedError(httpx2.RemoteProtocolError):
         self.status = status
 
 
-class _OverAnother(httpx2.BaseTransport):
-    """Sends by another transport, which it closes."""
+class _Over(httpx2.BaseTransport):
+    """Sends requests by another transport, and closes that one with itself."""
 
     _inner: httpx2.BaseTransport
 
@@ -71,7 +71,7 @@ class _OverAnother(httpx2.BaseTransport):
         self._inner.close()
 
 
-class SealedTransport(_OverAnother):
+class SealedTransport(_Over):
     """Sends requests by another transport, sealed to `public_key`; nothing goes out unsealed.
 
     The URL is as it was: paths and queries are seen by the proxy. Raises ProtocolError for what is
@@ -158,7 +158,7 @@ def _as_httpx2() -> Iterator[None]:
         raise httpx2.RemoteProtocolError(str(error)) from None
 
 
-class AttestedTransport(_OverAnother):
+class AttestedTransport(_Over):
     """Sends requests over attested TLS; what would go elsewhere raises NotAttestedError.
 
     The server proves itself again where `again_s` of the context have passed, also to connections
@@ -173,17 +173,20 @@ class AttestedTransport(_OverAnother):
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request. Raises NotAttestedError, EndpointError, and what httpx2 raises."""
         url = request.url
-        if (url.scheme, url.host, url.port or 443) != ("https", *self._address):
-            raise NotAttestedError(
-                "URL", "another scheme, host or port", f"https://{self._address}", None
-            )
+        NotAttestedError.unless(
+            (url.scheme, url.host, url.port or 443) == ("https", *self._address),
+            "URL",
+            "another scheme, host or port",
+            f"https://{self._address}",
+            appraisal=None,
+        )
         with self._guard:
             if self._context.stale:
                 prove(self._address, self._context)
         return self._inner.handle_request(request)
 
 
-class ProvedTransport(_OverAnother):
+class ProvedTransport(_Over):
     """Seals requests to the key that a server proved to have, behind a proxy that ends TLS.
 
     New evidence, of a new nonce, is asked for after `again_s`, and after an answer that was not
@@ -202,7 +205,7 @@ class ProvedTransport(_OverAnother):
     ) -> None:
         self._url, self._policy, self._inner = f"{url}/v1/attestation", policy, inner
         self._again_s, self._clock = again_s, clock
-        self._guard, self._since_s = Lock(), 0.0
+        self._guard, self._since_s = RLock(), 0.0
         self._sealed: SealedTransport | None = None
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -210,7 +213,7 @@ class ProvedTransport(_OverAnother):
         with self._guard:
             sealed = self._sealed
             if sealed is None or self._clock() - self._since_s >= self._again_s:
-                _, sealed = self._prove()
+                _, sealed = self.prove()
         try:
             return sealed.handle_request(request)
         except UnsealedError:
@@ -218,29 +221,26 @@ class ProvedTransport(_OverAnother):
                 self._sealed = None
             raise
 
-    def prove(self) -> Appraisal:
+    def prove(self) -> tuple[Appraisal, SealedTransport]:
         """Have the server prove itself. Raises NotAttestedError, httpx2.TransportError."""
         with self._guard:
-            return self._prove()[0]
-
-    def _prove(self) -> tuple[Appraisal, SealedTransport]:
-        self._sealed = None
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
-        answer = self._inner.handle_request(asked)
-        try:
-            stated = read_answer(_body(answer))
-            found = appraise(
-                stated, self._policy, Expected(nonce, None, datetime.now(UTC), "serve")
-            )
-        except EvidenceError as error:
-            raise NotAttestedError(error.where, error.got, error.expected, None) from None
-        finally:
-            answer.close()
-        claims = passed("new evidence", found)
-        self._sealed = made = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
-        self._since_s = self._clock()
-        return found, made
+            self._sealed = None
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            asked = httpx2.Request("GET", self._url, params={"nonce": nonce.hex()})
+            answer = self._inner.handle_request(asked)
+            try:
+                stated = read_answer(_body(answer))
+                found = appraise(
+                    stated, self._policy, Expected(nonce, None, datetime.now(UTC), "serve")
+                )
+            except EvidenceError as error:
+                raise NotAttestedError(error.where, error.got, error.expected, None) from None
+            finally:
+                answer.close()
+            claims = passed("new evidence", found)
+            self._sealed = made = SealedTransport(self._inner, claims.hpke_suite, claims.hpke_key)
+            self._since_s = self._clock()
+            return found, made
 
 
 def _body(answer: httpx2.Response) -> bytes:

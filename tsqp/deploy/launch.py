@@ -30,7 +30,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from protocol.errors import SettingsError
 from tee_side.attest.appraisal import MinimumTcb
-from tee_side.attest.snp import Product
+from tee_side.attest.guests import Product
 from tsqp.deploy.image import COMMAND_LINE, FACTS, INITRAMFS, KERNEL, Launch, require_image
 from tsqp.processes import END_TIMEOUT_S, child, ending_with_us
 

@@ -180,7 +180,10 @@ def test_a_failure_stops_nothing_and_is_told(
     assert (missed["a"], missed["recorded"]["exit_status"]) == (0.333333, 1)
     assert (good["results"], good["recorded"]["exit_status"]) == ([1.5], 0)
     assert good["recorded"]["command"].startswith("python -c ")
-    assert "got exit status 3, expected 0, or 1 for a missed target, and a result" in capsys.readouterr().err
+    assert (
+        "got exit status 3, expected 0, or 1 for a missed target, and a result"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_page_is_fresh_and_shows_every_recording() -> None:

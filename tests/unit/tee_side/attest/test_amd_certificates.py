@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from protocol.errors import EvidenceError
-from tee_side.attest import snp
-from tee_side.attest.snp import Product, SigningKey, SnpReport, verify_chain
+from tee_side.attest import guests
+from tee_side.attest.guests import Product, SigningKey, SnpReport, verify_chain
 from tests.kit import snp_chain as made
 from tests.kit.rows import each_row
 from tests.kit.snp_chain import ARK_KEY, ASK_KEY, NOW, Chain, extension, make_chain
@@ -162,9 +162,9 @@ def test_issuers_have_rsa_keys_of_4096_bits_even_where_they_are_pinned() -> None
 def test_nothing_but_signed_bytes_reaches_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parsers of certificates are large: only what AMD signed is given to them."""
     seen = []
-    load = snp.x509.load_der_x509_certificate
+    load = guests.x509.load_der_x509_certificate
     monkeypatch.setattr(
-        snp.x509,
+        guests.x509,
         "load_der_x509_certificate",
         lambda encoded: seen.append(encoded) or load(encoded),  # type: ignore[func-returns-value]
     )

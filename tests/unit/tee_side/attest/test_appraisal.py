@@ -17,8 +17,8 @@ import pytest
 from protocol.errors import SettingsError
 from tee_side.attest import appraisal
 from tee_side.attest.appraisal import Appraisal, AppraisalPolicy, Expected, Verified, appraise
+from tee_side.attest.guests import SnpReport, Tcb, VerifiedSnp, VerifiedTdx
 from tee_side.attest.nvidia import VerifiedNvidia
-from tee_side.attest.snp import SnpReport, Tcb, VerifiedSnp
 from tee_side.attest.statement import (
     Claims,
     Evidence,
@@ -28,7 +28,6 @@ from tee_side.attest.statement import (
     gpu_nonce,
     report_data,
 )
-from tee_side.attest.tdx import VerifiedTdx
 from tests.kit.rows import each_row
 
 NOW = datetime(2026, 11, 26, 12, tzinfo=UTC)

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from protocol.errors import EvidenceError
-from tee_side.attest.snp import (
+from tee_side.attest.guests import (
     REPORT_BYTES,
     SIGNED_BYTES,
     Product,

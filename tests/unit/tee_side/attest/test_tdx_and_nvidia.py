@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.errors import EvidenceError, SettingsError
+from tee_side.attest.guests import VerifiedTdx, verify_tdx
 from tee_side.attest.nvidia import VerifiedNvidia, verify_nvidia
-from tee_side.attest.tdx import VerifiedTdx, verify_tdx
 from tests.kit.evidence import changed, read_vector
 from tests.kit.nvidia_chain import (
     BEGINS,

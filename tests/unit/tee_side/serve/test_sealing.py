@@ -20,7 +20,7 @@ from protocol.encoding import pack
 from protocol.errors import ProtocolError
 from tee_side.serve import sealing as module
 from tee_side.serve.app import create_app
-from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CHUNK_BYTES,
     CONTENT_TYPE,
@@ -236,7 +236,7 @@ def test_reads_and_what_is_always_refused_take_no_memory(
     asked = sealed(path, HELLO, method=method, headers=headers)
     for _ in range(3):
         assert answer(app, asked).status == status
-    assert not any(app._remembered._by_second.values())
+    assert not any(app._by_second.values())
     assert engine.requests == []
 
 
@@ -265,7 +265,7 @@ def test_what_was_sent_before_is_refused_as_long_as_its_time_is_let_in(app: Any)
             # Others come meanwhile, and make what is too old be forgotten.
             fresh = sealed("/tokenize", b'{"content": "a"}', time=NOW_S + later)
             assert answer(by, fresh).status == 200
-        assert len(by._remembered._by_second) <= 2 * WINDOW_S + 1
+        assert len(by._by_second) <= 2 * WINDOW_S + 1
         # The clock is the host's, who might set it back.
         now.now_s = float(NOW_S)
         assert code_of(answer(by, asked)) == (400, "sealed_time")
