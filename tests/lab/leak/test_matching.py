@@ -46,6 +46,7 @@ class Planned(Matcher):
     """Says what it is told of each token of the vocabulary, known by its first layer's input."""
 
     def __init__(self, public: PublicModel, distances_V: torch.Tensor) -> None:
+        super().__init__()
         self._table_VD, self._distances_V = public.dictionary_VD, distances_V
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
@@ -123,8 +124,7 @@ def test_fresh_pads_are_read_as_often_as_chance_has_it(public: PublicModel, atta
     view = view_of(public, *traces, policy="shielded-prefill")
     assert attack.refuses(view) is None
     guesses = [guess for one in attack.read(view, Work()) for guess in one.guesses.values()]
-    assert all(len(guess) == TOP for guess in guesses)
-    assert len(guesses) >= 30 * 39
+    assert ({*map(len, guesses)}, len(guesses) >= 30 * 39) == ({TOP}, True)
     # No token is guessed for so many rows that its own frequency would count as a success.
     first = [guess[0] for guess in guesses]
     assert max(map(first.count, set(first))) < 0.03 * len(first)

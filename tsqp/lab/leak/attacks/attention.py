@@ -24,7 +24,7 @@ from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import PHASES
 from tsqp.lab.leak.attack import Attack, Reading, View, Work, best
-from tsqp.lab.leak.matching import apart, squares
+from tsqp.lab.leak.matching import apart
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.trace import Where, place_name
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
@@ -107,9 +107,9 @@ class AttentionKeys(Attack):
         for (position, prefill), appended in sorted(_appended(view, left).items()):
             k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
             table_VX = left[prefill].of(k_VKC)
-            ids_V, squares_V = torch.arange(len(table_VX)), squares(table_VX)
+            ids_V = torch.arange(len(table_VX))
             for session, token, among_MX in appended:
-                distances_V = apart(among_MX, table_VX, squares_V).amin(0)
+                distances_V = apart(among_MX, table_VX).amin(0)
                 work.compared += len(ids_V)
                 yield session, token, best(distances_V, ids_V)
 

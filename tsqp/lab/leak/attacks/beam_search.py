@@ -21,7 +21,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import Phase, is_linear
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, site_beside
+from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
 from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
@@ -94,7 +94,8 @@ class GramDictionary(Attack):
             return
         table_VI = dictionary(view, where)
         if where == FIRST:
-            table_VI = table_VI / PublicAndServed(view).fold(site_beside(FIRST)).float()
+            _, _, fold_I = beside(view, FIRST)
+            table_VI = table_VI / fold_I.float()
         for session, trace in enumerate(view.traces):
             calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
             if not calls:
