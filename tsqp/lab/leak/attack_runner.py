@@ -7,11 +7,11 @@ share where it is known to work, or its row says that it did not work.
 from __future__ import annotations
 
 import inspect
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,7 +26,16 @@ from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
+from tsqp.lab.leak.model import (
+    Adversary,
+    AttackRun,
+    Control,
+    Curve,
+    Point,
+    PolicyLeak,
+    Rate,
+    Score,
+)
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import PlaySettings, Recording, logits_of, play, together
 from tsqp.lab.leak.score import (
@@ -34,10 +43,9 @@ from tsqp.lab.leak.score import (
     is_noisy,
     lengths,
     noisy_mask,
-    parameter,
-    point_of,
     reconstruct,
     score,
+    strength,
     with_sigma,
 )
 from tsqp.lab.leak.trace import Where, place_name
@@ -117,17 +125,9 @@ class AttackTask:
         return f"curve of {self.policy.name}" if self.noisy else self.policy.name
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A task that ended with an error; the others go on. `traceback`: of no error of ours."""
-
-    task: str
-    error: BaseException
-    traceback: str
-
-
-# A policy against each adversary, the curve of one, or what went wrong.
-Outcome = tuple[PolicyLeak, ...] | Curve | Lost
+# Of a task its name, and a policy against each adversary, the curve of one, or the error that ended
+# it; the others go on. And the traceback of what is no error of ours.
+Outcome = tuple[str, tuple[PolicyLeak, ...] | Curve | BaseException, str]
 
 
 def tasks_of(settings: LeakSettings) -> list[AttackTask]:
@@ -164,16 +164,16 @@ class AttackRunner:
         self._results: dict[tuple[str, str, bool], Control] = {}
         self._model = settings.model
         self._calibrated = False
-        self._plays = 0
 
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
-            return self.curve(task.policy) if task.noisy else self.attack(task.policy)
+            work = self.curve if task.noisy else self.attack
+            return task.name, work(task.policy), ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
             ours = isinstance(error, TsqpError)
             text = "" if ours else "".join(traceback.format_exception(error)).rstrip()
-            return Lost(task.name, error, text)
+            return task.name, error, text
 
     @torch.inference_mode()
     def attack(self, policy: Policy) -> tuple[PolicyLeak, ...]:
@@ -254,18 +254,36 @@ class AttackRunner:
         and where none reads anything the curve ends.
         """
         settings, attacks, points = self.settings, self.settings.attacks, []
+        texts, parameter = settings.prompts[:_CURVE_SESSIONS], ""
         self._calibrate(policy)
+        plain = logits_of(load_policy("tee-only"), texts, self._play_settings(settings.new_tokens))
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-            playing = self._play_settings(settings.new_tokens)
-            recording = play(changed, self._texts, playing)
+            recording = play(changed, texts, self._play_settings(settings.new_tokens))
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
-            noisy = logits_of(changed, self._texts, self._play_settings(settings.new_tokens))
-            found = harm(self._texts, self._plain, noisy)
-            points.append(point_of(changed, sigma, runs, found, view.public))
-            reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
+            scored = ((run, one) for run in runs for one in run.meaningful)
+            best = max(scored, key=lambda pair: pair[1].strength, default=None)
+            noisy = logits_of(changed, texts, self._play_settings(settings.new_tokens))
+            parameter, strong = strength(changed, sigma, view.public)
+            points.append(
+                Point(
+                    strength=strong,
+                    sigma=sigma,
+                    rate=best[1].top1 if best else Rate(hits=0, n=0),
+                    attack=best[0].attack if best else "none",
+                    where=best[1].where if best else "none",
+                    chance=best[1].chance if best else 0.0,
+                    **harm(texts, plain, noisy).model_dump(),
+                )
+            )
+            # By more than chance anywhere, be it believed or not.
+            reading = {
+                run.attack
+                for run in runs
+                if any(one.excess_low > 0 for one in run.meaningful or run.scores)
+            }
             attacks = tuple(one for one in attacks if one.name in reading)
             self._watch.step(1)
             if not attacks:
@@ -273,21 +291,11 @@ class AttackRunner:
         self._watch.step(len(settings.curves) - len(points))
         return Curve(
             policy=policy.name,
-            parameter=parameter(policy),
-            plain_perplexity=harm(self._texts, self._plain, self._plain).perplexity,
+            parameter=parameter,
+            plain_perplexity=harm(texts, plain, plain).perplexity,
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
             points=tuple(sorted(points, key=lambda point: point.strength)),
-        )
-
-    @property
-    def _texts(self) -> Sequence[Sequence[int]]:
-        return self.settings.prompts[:_CURVE_SESSIONS]
-
-    @cached_property
-    def _plain(self) -> list[torch.Tensor]:
-        return logits_of(
-            load_policy("tee-only"), self._texts, self._play_settings(self.settings.new_tokens)
         )
 
     def _attack(
@@ -411,12 +419,9 @@ class AttackRunner:
 
     def _play_settings(self, new_tokens: int) -> PlaySettings:
         settings = self.settings
-        self._plays += 1
-        folder = self._folder / f"play-{self._plays}"
-        folder.mkdir()
         return PlaySettings(
             model=self._model,
-            folder=folder,
+            folder=Path(tempfile.mkdtemp(prefix="play-", dir=self._folder)),
             new_tokens=new_tokens,
             dtype=settings.dtype,
             temperature=settings.temperature,

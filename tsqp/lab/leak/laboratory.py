@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
@@ -29,7 +29,6 @@ from tsqp.lab.leak.attack_runner import (
     AttackRunner,
     LeakProgress,
     LeakSettings,
-    Lost,
     Outcome,
     tasks_of,
 )
@@ -82,25 +81,22 @@ class Laboratory:
         settings, watch, tasks = self._settings, self._watch, tasks_of(self._settings)
         measured = settings.cost == "measure"
         watch.total(len(settings.policies) * measured + sum(task.steps for task in tasks))
-        lost: list[Lost] = []
+        lost: list[BaseException] = []
         try:
             # First, and alone: what it costs is not to be measured beside attacks.
             for name, policy in settings.policies:
                 self._costs[policy.name] = self._cost(name, policy)
-            for number, found in enumerate(self._outcomes(), start=1):
-                if isinstance(found, Lost):
+            for number, (name, found, trace) in enumerate(self._outcomes(), start=1):
+                if isinstance(found, BaseException):
                     lost.append(found)
-                    if found.traceback:  # for the attack's author
-                        watch.say(found.traceback)
-                    watch.say(f"{found.task}: {_reason(found.error)}")
+                    if trace:  # for the attack's author
+                        watch.say(trace)
+                    watch.say(f"{name}: {_reason(found)}")
                 else:
-                    name = (
-                        f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
-                    )
                     self._found[name] = found
                     watch.done(f"{name}: done, {number} of {len(tasks)}")
             if lost:
-                raise lost[0].error
+                raise lost[0]
         except BaseException as error:
             # Policies first, in the order in which they were given.
             names = [task.name for task in sorted(tasks, key=lambda task: task.noisy)]
@@ -176,8 +172,7 @@ class Laboratory:
         self._watch.doing(f"{policy.name}: measuring what it costs")
         served = key = None
         if policy.feature_mask is not None:
-            made = self._folder / f"cost-{policy.name}"
-            made.mkdir()
+            made = Path(tempfile.mkdtemp(prefix="cost-", dir=self._folder))
             served, key = made / SERVED, made / KEY
             provision(settings.model, policy.feature_mask, served, key)
         bench = Bench(
@@ -411,8 +406,7 @@ _runner: list[AttackRunner] = []
 def _begin(settings: LeakSettings, folder: Path) -> None:
     """Make the worker's attack runner."""
     torch.set_num_threads(settings.threads)
-    own = folder / f"worker-{os.getpid()}"
-    own.mkdir()
+    own = Path(tempfile.mkdtemp(prefix="worker-", dir=folder))
     watch = LeakProgress(
         doing=lambda what: tell(("doing", what)), step=lambda steps: tell(("step", steps))
     )
@@ -421,5 +415,5 @@ def _begin(settings: LeakSettings, folder: Path) -> None:
 
 def _attack(number: int) -> Outcome:
     (runner,) = _runner
-    found = runner.do(tasks_of(runner.settings)[number])
-    return replace(found, error=passed_on(found.error)) if isinstance(found, Lost) else found
+    name, found, trace = runner.do(tasks_of(runner.settings)[number])
+    return name, passed_on(found) if isinstance(found, BaseException) else found, trace
