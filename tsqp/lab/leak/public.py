@@ -111,11 +111,6 @@ class PublicModel:
         self._kept_bytes = 0
 
     @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
-
-    @property
     def has_layers(self) -> bool:
         """Whether the attacker has the linear weights, too."""
         return self._linear_checkpoint.holds(linear_tensors(self._linear_config))
@@ -135,7 +130,7 @@ class PublicModel:
             front = self.tokenizer.encode("")
         except ModelError:
             return None
-        return front[0] if front and front[0] < self.vocab_size else None
+        return front[0] if front and front[0] < self.config.vocab_size else None
 
     @cached_property
     def light(self) -> TeeModel:
@@ -173,11 +168,6 @@ class PublicModel:
     def input_scale(self, site: Site) -> float:
         """Return what one step of a site's integers stands for. Raises CalibrationError."""
         return self._scales.sites[site].input_scale
-
-    def encode(self, site: Site, x_NI: torch.Tensor) -> torch.Tensor:
-        """Turn inputs into the integers that the TEE makes of them. Raises CalibrationError."""
-        scaled_NI = x_NI.to(torch.float32).div(self.input_scale(site)).round_()
-        return scaled_NI.to(torch.int32)
 
     def linear(self, layer: int, operator: LinearOperator) -> FusedLinear:
         """Return the weights of an operator, float32."""
@@ -284,7 +274,7 @@ class PublicModel:
         """
         if prefix.logits_V is not None:
             return prefix.logits_V.argsort(descending=True)
-        ids_V, first = torch.arange(self.vocab_size), self.first_id
+        ids_V, first = torch.arange(self.config.vocab_size), self.first_id
         if first is not None:
             ids_V[: first + 1] = ids_V[: first + 1].roll(1)
         return ids_V

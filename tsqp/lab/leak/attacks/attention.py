@@ -13,8 +13,7 @@ C head dim, X what is compared, M keys that may be a token's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import linear, normalize
 
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
-from tee_side.words import PHASES
+from tee_side.words import Phase
 from tsqp.lab.leak.attack import Attack, Reading, View, Work, best
 from tsqp.lab.leak.matching import apart
 from tsqp.lab.leak.public import PublicModel
@@ -32,36 +31,22 @@ from tsqp.lab.research.row_masks import RowMix, RowPermutation
 _FIRST: Where = (0, "attn_scores")
 
 
-@dataclass(frozen=True)
-class Invariant:
-    """What a mask of products leaves of keys. `of`: [N, K, C] to [N, X].
+def invariant(mask: Mask | None, k_NKC: torch.Tensor) -> torch.Tensor:
+    """Return what stays of keys under a mask of products: [N, X].
 
-    `ordered`: whether positions stay in order; otherwise each may be any of those that crossed.
+    In the clear positions stay in order, too; otherwise each may be any of those that crossed.
+    Under a mask that is not known it is norms, as under a rotation. Scaling a feature of all heads
+    by the same factor leaves each head's part in it, with its sign beside that of the first head;
+    so nothing where there is but one head.
     """
-
-    of: Callable[[torch.Tensor], torch.Tensor]
-    ordered: bool
-
-
-def invariant(mask: Mask | None) -> Invariant:
-    """Return what stays under a mask; under one that is not known, norms, as under a rotation."""
     if mask is None:
-        return Invariant(lambda k_NKC: k_NKC.flatten(1), ordered=True)
-    if isinstance(mask, RowPermutation):
-        return Invariant(lambda k_NKC: k_NKC.sort(dim=-1).values.flatten(1), ordered=False)
+        return k_NKC.flatten(1)
     if isinstance(mask, RowMix):
-        return Invariant(shares, ordered=False)
-    return Invariant(lambda k_NKC: torch.linalg.vector_norm(k_NKC, dim=-1), ordered=False)
-
-
-def shares(k_NKC: torch.Tensor) -> torch.Tensor:
-    """Return what scaling a feature of all heads by the same factor leaves, in ascending order.
-
-    Each head's part in a feature, with its sign beside that of the first head; so nothing where
-    there is but one head.
-    """
-    squares_N1C = k_NKC.square().sum(1, keepdim=True).clamp(min=1e-30)
-    return (k_NKC * k_NKC[:, :1] / squares_N1C).sort(dim=-1).values.flatten(1)
+        squares_N1C = k_NKC.square().sum(1, keepdim=True).clamp(min=1e-30)
+        k_NKC = k_NKC * k_NKC[:, :1] / squares_N1C
+    if isinstance(mask, RowMix | RowPermutation):
+        return k_NKC.sort(dim=-1).values.flatten(1)
+    return torch.linalg.vector_norm(k_NKC, dim=-1)
 
 
 def first_layer_keys(public: PublicModel) -> torch.Tensor:
@@ -99,14 +84,9 @@ class AttentionKeys(Attack):
 
     def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
-        # What the masks leave, of prefill (True) and of decode.
-        left = {
-            phase == "prefill": invariant(view.policy.at("attn_scores", 0, phase).mask)
-            for phase in PHASES
-        }
-        for (position, prefill), appended in sorted(_appended(view, left).items()):
+        for (position, phase), appended in sorted(_appended(view).items()):
             k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
-            table_VX = left[prefill].of(k_VKC)
+            table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
             ids_V = torch.arange(len(table_VX))
             for session, token, among_MX in appended:
                 distances_V = apart(among_MX, table_VX).amin(0)
@@ -115,26 +95,26 @@ class AttentionKeys(Attack):
 
 
 def _appended(
-    view: View, left: dict[bool, Invariant]
-) -> dict[tuple[int, bool], list[tuple[int, int, torch.Tensor]]]:
+    view: View,
+) -> dict[tuple[int, Phase], list[tuple[int, int, torch.Tensor]]]:
     """Return the tokens whose keys steps appended to the cache, by position and phase.
 
-    True for prefill, where the step appended others, too. Of each token the session, its index, and
-    what the mask leaves of the keys that may be its own: [M, X].
+    Of prefill where the step appended others, too. Of each token the session, its index, and what
+    the mask leaves of the keys that may be its own: [M, X].
     """
-    found: dict[tuple[int, bool], list[tuple[int, int, torch.Tensor]]] = {}
+    found: dict[tuple[int, Phase], list[tuple[int, int, torch.Tensor]]] = {}
     for session, step, call in view.calls_at(_FIRST):
         _, b_KCS = call.tensors
-        prefill = step.tokens > 1
-        stays = left[prefill]
-        crossed_SX = stays.of(b_KCS.permute(2, 0, 1).float())
+        phase: Phase = "prefill" if step.tokens > 1 else "decode"
+        mask = view.policy.at("attn_scores", 0, phase).mask
+        crossed_SX = invariant(mask, b_KCS.permute(2, 0, 1).float())
         # A step appends to a cache that holds the whole context, in a sliding window, too.
         start = len(crossed_SX) - step.tokens
         for token in range(step.tokens if start >= 0 else 0):
             own = slice(start + token, start + token + 1)
             # Of its own a copy: a part would keep the whole.
-            among_MX = crossed_SX[own].clone() if stays.ordered else crossed_SX
-            found.setdefault((start + token, prefill), []).append(
+            among_MX = crossed_SX[own].clone() if mask is None else crossed_SX
+            found.setdefault((start + token, phase), []).append(
                 (session, step.first + token, among_MX)
             )
     return found

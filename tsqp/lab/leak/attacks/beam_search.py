@@ -10,7 +10,7 @@ a step, or that were not read before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -117,6 +117,7 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
     scale = 1 / rows_RI.shape[1]
     gram_RR = rows_RI @ rows_RI.t() * scale
     lengths_V = table_VI.square().sum(1) * scale
+    # Of a token the inner products [V] with all tokens.
     known: dict[int, torch.Tensor] = {}
     ids_V = torch.arange(len(table_VI))
     beam = [Beginning((first,), ((first,),))]
@@ -126,7 +127,13 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
         grown: list[Beginning] = []
         read = [before.token_ids[references.start :] for before in beam]
         # A beginning shares all but its last token with the one that it grew from.
-        known = _inner_products({*chain.from_iterable(read)}, table_VI, known)
+        wanted = {*chain.from_iterable(read)}
+        known = {token_id: known[token_id] for token_id in wanted.intersection(known)}
+        if new := sorted(wanted.difference(known)):
+            # Together, since most of it is reading the table. Then apart, or one that is kept would
+            # hold the others' memory.
+            products_TV = table_VI[new] @ table_VI.t()
+            known |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
         for before, ids_S in zip(beam, read, strict=True):
             # In place: of a large vocabulary this is the largest that there is, next to the table.
             products_SV = torch.stack([known[token_id] for token_id in ids_S])
@@ -137,19 +144,6 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
         kept = _BEAM if row < _BEGUN else _KEPT
         beam = sorted(grown, key=lambda beginning: beginning.error)[:kept]
     return beam[0]
-
-
-def _inner_products(
-    wanted: set[int], table_VI: torch.Tensor, known: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Return the inner products of tokens with all tokens, a [V] for each, some of them `known`."""
-    found = {token_id: known[token_id] for token_id in wanted.intersection(known)}
-    if new := sorted(wanted.difference(known)):
-        # Together, since most of it is reading the table. Then apart, or one that is kept would
-        # hold the others' memory.
-        products_TV = table_VI[new] @ table_VI.t()
-        found |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
-    return found
 
 
 # ------------------------------------------------------------------------------------------- noise
@@ -175,7 +169,7 @@ class NoiseAveraging(Attack):
         """No floats crossed that are in the clear or under noise."""
         if not view.linear_places():
             return "no linear operator crossed" if view.row_places() else "no activations crossed"
-        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.operator))
+        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.where[1]))
         if not any(call.rows.is_floating_point() for call in calls):
             return "integers"
         return None if _places(view) else "neither clear nor under noise"
@@ -273,7 +267,14 @@ def _scored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest candidates behind a prefix and their log probabilities, unnormalised."""
     public = view.public
-    prior_V = _prior(view, prefix)
+    if prefix.logits_V is not None:
+        prior_V = prefix.logits_V.double().log_softmax(-1)
+    else:
+        vocabulary, first = public.config.vocab_size, public.first_id
+        known = 0.0 if first is None else _FIRST_IS_KNOWN
+        p_V = torch.full((vocabulary,), (1 - known) / vocabulary, dtype=torch.float64)
+        p_V[first or 0] += known
+        prior_V = p_V.log()
     rough_V = prior_V.clone()
     for one in evidence:
         if one.where == FIRST:
@@ -289,14 +290,3 @@ def _scored(
         scores_N = scores_N + one.log_likelihood(token, states.inputs[one.where])
         work.compared += len(ids_N)
     return ids_N, scores_N
-
-
-def _prior(view: View, prefix: Prefix) -> torch.Tensor:
-    """Return what the public model expects next: log probabilities [V], float64."""
-    if prefix.logits_V is not None:
-        return prefix.logits_V.double().log_softmax(-1)
-    p_V = torch.full((view.public.vocab_size,), 1 / view.public.vocab_size, dtype=torch.float64)
-    if (first := view.public.first_id) is not None:
-        p_V *= 1 - _FIRST_IS_KNOWN
-        p_V[first] += _FIRST_IS_KNOWN
-    return p_V.log()

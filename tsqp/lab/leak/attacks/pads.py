@@ -11,7 +11,7 @@ C columns that are compared, B dtypes that the TEE may compute in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -90,68 +90,56 @@ class LowDimensionalPads(Attack):
         """Learn the span, take it away from rows and from the dictionary, and compare."""
         tables_BVI, known_NI = _tables(view.public), _known_rows(view)
         owners, rows_RI = _crossed(view)
-        basis = PadBasis.learn(known_NI[1:] - known_NI[0])
         # Relative to the known row, which takes its pad out of all others.
-        first = view.public.first_id
-        outside_RI = basis.outside(rows_RI - known_NI[0])
-        outside_BVI = basis.outside(tables_BVI - tables_BVI[:, first, None])
+        known_BVI = tables_BVI[:, view.public.first_id, None]
+        outside_RI, outside_BVI = outside(
+            known_NI[1:] - known_NI[0], rows_RI - known_NI[0], tables_BVI - known_BVI
+        )
         for reading in _looked_up(view, owners, outside_RI, outside_BVI, work):
             # The first token is not read but assumed.
             yield replace(reading, tokens=reading.tokens[1:])
 
 
-@dataclass(frozen=True, eq=False)
-class PadBasis:
-    """What pads span, modulo 2^bits: `rows_KI` is the identity in the columns `pivots`."""
+def outside(pads_NI: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Take what pads span over the ring away from tensors: [..., I] -> [..., I - K].
 
-    rows_KI: torch.Tensor
-    pivots: tuple[int, ...]
-    bits: int
+    The span is reduced to rows that are the identity in some columns, the pivots; as many as leave
+    half of the columns to compare. Multiples of these make the pivots zero. What is returned is
+    equal where two rows differ by a pad, modulo 2^bits, held in the high bits of 32.
 
-    @staticmethod
-    def learn(pads_NI: torch.Tensor) -> PadBasis:
-        """Reduce rows over the ring, as many as leave half of the columns to compare.
-
-        A pivot has to be odd to have an inverse. Where only even entries are left, they are halved
-        at the price of the highest bit: what spans 2 x modulo 2^32 spans x modulo 2^31.
-        """
-        left_NI = pads_NI[: pads_NI.shape[1] // 2].clone()
-        bits, pivots = 32, list[int]()
-        while len(pivots) < len(left_NI):
-            below_NI = left_NI[len(pivots) :]
-            odd = (below_NI & 1).nonzero()
-            if len(odd):
-                row, column = int(odd[0, 0]) + len(pivots), int(odd[0, 1])
-                _reduce(left_NI, row, len(pivots), column)
-                pivots.append(column)
-                continue
-            # Nothing is left, or fewer bits would not be enough for a token's integers.
-            if bits <= 26 or not (below_NI << (32 - bits)).any():
-                break
-            below_NI >>= 1
-            bits -= 1
-        return PadBasis(left_NI[: len(pivots)], tuple(pivots), bits)
-
-    def outside(self, x: torch.Tensor) -> torch.Tensor:
-        """Take multiples of the basis away so that pivots are zero: [..., I] -> [..., I - K].
-
-        Equal where two rows differ by a pad; modulo 2^bits, held in the high bits of 32.
-        """
+    A pivot has to be odd to have an inverse. Where only even entries are left, they are halved
+    at the price of the highest bit: what spans 2 x modulo 2^32 spans x modulo 2^31.
+    """
+    left_NI = pads_NI[: pads_NI.shape[1] // 2].clone()
+    bits, pivots = 32, list[int]()
+    while len(pivots) < len(left_NI):
+        to = len(pivots)
+        below_NI = left_NI[to:]
+        odd = (below_NI & 1).nonzero()
+        if len(odd):
+            row, column = int(odd[0, 0]) + to, int(odd[0, 1])
+            # It takes the place `to`; its entry in the column becomes 1 and that of all others 0.
+            left_NI[[row, to]] = left_NI[[to, row]]
+            inverse = pow(int(left_NI[to, column]), -1, 2**32)
+            left_NI[to] *= inverse - 2**32 * (inverse >> 31)
+            factors_N1 = left_NI[:, column, None].clone()
+            factors_N1[to] = 0
+            left_NI -= factors_N1 * left_NI[to]
+            pivots.append(column)
+            continue
+        # Nothing is left, or fewer bits would not be enough for a token's integers.
+        if bits <= 26 or not (below_NI << (32 - bits)).any():
+            break
+        below_NI >>= 1
+        bits -= 1
+    kept = [column for column in range(pads_NI.shape[1]) if column not in pivots]
+    found = []
+    for x in tensors:
         rest = x.clone()
-        for row_I, column in zip(self.rows_KI, self.pivots, strict=True):
+        for row_I, column in zip(left_NI, pivots, strict=False):
             rest -= x[..., column, None] * row_I
-        kept = [column for column in range(x.shape[-1]) if column not in self.pivots]
-        return rest[..., kept] << (32 - self.bits)
-
-
-def _reduce(rows_NI: torch.Tensor, row: int, to: int, column: int) -> None:
-    """Move a row to place `to`, make its entry in a column 1 and that of all others 0."""
-    rows_NI[[row, to]] = rows_NI[[to, row]]
-    inverse = pow(int(rows_NI[to, column]), -1, 2**32)
-    rows_NI[to] *= inverse - 2**32 * (inverse >> 31)
-    factors_N1 = rows_NI[:, column, None].clone()
-    factors_N1[to] = 0
-    rows_NI -= factors_N1 * rows_NI[to]
+        found.append(rest[..., kept] << (32 - bits))
+    return found
 
 
 def _crossed(view: View) -> tuple[list[tuple[int, int]], torch.Tensor]:
@@ -179,7 +167,8 @@ def _tables(public: PublicModel) -> torch.Tensor:
     tables = []
     for dtype in _DTYPES:
         h_VD = public.embedding_VD.to(dtype, copy=True)
-        tables.append(public.encode((0, "qkv_proj"), rms_norm(h_VD, norm.to(dtype), eps)))
+        normed_VD = rms_norm(h_VD, norm.to(dtype), eps).to(torch.float32)
+        tables.append(normed_VD.div(public.input_scale((0, "qkv_proj"))).round_().to(torch.int32))
     return torch.stack(tables)
 
 
