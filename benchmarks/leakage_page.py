@@ -19,7 +19,7 @@ from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
 from tsqp.lab.leak.model import LeakReport
 from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
-from tsqp.lab.leak.tables import curve_grid, facts, whole_summary
+from tsqp.lab.leak.tables import curve_grid, facts, summary_grid
 from tsqp.lab.report import markdown
 
 # Of the other section tokens are random, and there is nothing to see.
@@ -78,8 +78,8 @@ def at_another_shape(report: LeakReport, costs: BenchReport) -> tuple[LeakReport
     at_once = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
     return (
         report.model_copy(update={"policies": tuple(found)}),
-        f"{setup.model}{at_once}",
-        report.setup.model,
+        f" ({setup.model}{at_once})",
+        f" ({report.setup.model})",
     )
 
 
@@ -90,7 +90,7 @@ def _measured(report: LeakReport) -> Iterator[str]:
     )
     yield f"Measured with `{setup.command}`, {setup.created[:10]}: {facts(report)}."
     yield f"Machine: {machine}."
-    grid = whole_summary(report)
+    grid = summary_grid(report, parts=True)
     if not any(found.cost is not None for found in report.policies):
         grid = grid.select(grid.title, grid.columns[:-3], texts=grid.texts)
     rows = ((f"`{name}`", *cells) for name, *cells in (row.cells for row in grid.rows))

@@ -25,7 +25,7 @@ from tests.kit.model import token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import TOP, Attack, Work
 from tsqp.lab.leak.attacks.beam_search import NoiseAveraging
-from tsqp.lab.leak.attacks.pads import LowDimensionalPads, PadReuse
+from tsqp.lab.leak.attacks.first_layer import LowDimensionalPads, PadReuse
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
@@ -39,7 +39,8 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 def observed(rows_RI: torch.Tensor, tokens: int | None = None) -> Observed:
-    return Observed(FIRST, rows_RI, len(rows_RI) if tokens is None else tokens, 1e-3)
+    count = len(rows_RI)
+    return Observed(FIRST, rows_RI, tokens or count, 1e-3, list(range(count)))
 
 
 class Planned(Matcher):
@@ -66,8 +67,7 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     # Of two that are equal each is used; of none that is left all are far.
     matcher.found(seen, 1, rows[1])
     matcher.found(seen, 2, rows[1])
-    assert seen.used == {0, 1, 2}
-    assert torch.isinf(matcher.distances(seen, 2, rows)).all()
+    assert (seen.left, *matcher.distances(seen, 2, rows)) == ([], *[torch.inf] * 3)
 
 
 @each_row(("sessions", "tokens"), [(1, 1), (2, 4), (3, 50)])

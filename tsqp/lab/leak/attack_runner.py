@@ -113,16 +113,15 @@ class LeakProgress:
 
 @dataclass(frozen=True)
 class AttackTask:
-    """A policy to attack as it is, or with strengths of its noise (`noisy`)."""
+    """A policy to attack as it is, or with strengths of its noise (`noisy`).
 
+    `name`: what people call it: the policy, or the curve of one.
+    """
+
+    name: str
     policy: Policy
     noisy: bool
     steps: int
-
-    @property
-    def name(self) -> str:
-        """What people call it: the policy, or the curve of one."""
-        return f"curve of {self.policy.name}" if self.noisy else self.policy.name
 
 
 # Of a task its name, and a policy against each adversary, the curve of one, or the error that ended
@@ -134,14 +133,14 @@ def tasks_of(settings: LeakSettings) -> list[AttackTask]:
     """Return everything there is to do; first what takes longest, so that all end together."""
     policies = [policy for _, policy in settings.policies]
     curves = [
-        AttackTask(policy, noisy=True, steps=len(settings.curves))
+        AttackTask(f"curve of {policy.name}", policy, noisy=True, steps=len(settings.curves))
         for policy in policies
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
     views = [policy.services + (policy.services > 1) for policy in policies]
     return curves + [
-        AttackTask(policy, noisy=False, steps=1 + times * len(settings.attacks))
+        AttackTask(policy.name, policy, noisy=False, steps=1 + times * len(settings.attacks))
         for policy, times in zip(policies, views, strict=True)
     ]
 
@@ -192,12 +191,12 @@ class AttackRunner:
             return (alone,)
         colluding = self._leak(together(recording, self._config), policy, "colluding services")
         # In the clear the observer has what the services have together.
-        seen = colluding if settings.shares_in_the_clear else alone
-        observer: dict[str, object] = {"adversary": "observer of all links"}
-        if not settings.shares_in_the_clear:
-            nothing = "the links are encrypted: their observer sees lengths and timing"
-            observer |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
-        return alone, seen.model_copy(update=observer), colluding
+        seen: dict[str, object] = {"adversary": "observer of all links"}
+        if settings.shares_in_the_clear:
+            return alone, colluding.model_copy(update=seen), colluding
+        nothing = "the links are encrypted: their observer sees lengths and timing"
+        seen |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
+        return alone, alone.model_copy(update=seen), colluding
 
     def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
         """Let every attack at each service of a recording."""
@@ -341,16 +340,10 @@ class AttackRunner:
             recording = self._recorded_control(kind, name)
             scores: tuple[Score, ...] = ()
             if recording.observable:
-                view = self._view(recording, 0, settings.search_sessions)
-                view = replace(
-                    view,
-                    # What reads nothing on a disk must read it where nothing is encrypted.
-                    disks=tuple(disk.clear for disk in recording.disks),
-                    # Of noise as few candidates as there.
-                    search_candidates=(
-                        settings.noisy_candidates if noisy else view.search_candidates
-                    ),
-                )
+                # Of noise as few candidates as there.
+                view = self._view(recording, 0, settings.search_sessions, noisy=noisy)
+                # What reads nothing on a disk must read it where nothing is encrypted.
+                view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
             best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
@@ -404,8 +397,11 @@ class AttackRunner:
             )
         return self._controls[path]
 
-    def _view(self, recording: Recording, service: int, sessions: int) -> View:
-        settings, noisy = self.settings, is_noisy(recording.policy)
+    def _view(
+        self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
+    ) -> View:
+        settings = self.settings
+        noisy = noisy or is_noisy(recording.policy)
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
             public=self._public_beside(recording.policy),

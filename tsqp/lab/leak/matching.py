@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import ClassVar, TypeAlias
@@ -43,20 +43,15 @@ class Observed:
 
     `rows_RI`: what crossed, as floats; with more rows than tokens a mask has added some among them,
     and no row says which token's it is. `tokens`: of its step. `certain`: a relative distance that
-    only the right candidate comes below, by the digits that crossed. `used`: rows that belong to
-    tokens that were read.
+    only the right candidate comes below, by the digits that crossed. `left`: rows that belong to
+    no token that was read.
     """
 
     where: Where
     rows_RI: torch.Tensor
     tokens: int
     certain: float
-    used: set[int] = field(default_factory=set)
-
-    @property
-    def left(self) -> list[int]:
-        """The rows that belong to no token that was read."""
-        return [row for row in range(len(self.rows_RI)) if row not in self.used]
+    left: list[int]
 
 
 class Matcher(ABC):
@@ -145,11 +140,10 @@ class FeatureMatcher(Matcher):
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Use up the row that is nearest to what was taken."""
-        left = observed.left
-        if left and not self.ordered:
-            rows = self.of_observed(observed.rows_RI[left])
+        if observed.left and not self.ordered:
+            rows = self.of_observed(observed.rows_RI[observed.left])
             taken = self.of_candidates(state_I[None])
-            observed.used.add(left[int(torch.cdist(taken, rows).argmin())])
+            del observed.left[int(torch.cdist(taken, rows).argmin())]
 
 
 @lru_cache(maxsize=1)
@@ -163,8 +157,8 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     call = step.at(where)
     if call is None:
         return None
-    certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
-    return Observed(where, view.rows(call), step.tokens, certain)
+    certain, rows_RI = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED), view.rows(call)
+    return Observed(where, rows_RI, step.tokens, certain, list(range(len(rows_RI))))
 
 
 # ------------------------------------------------------------------------------- the first layer

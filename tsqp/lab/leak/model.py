@@ -425,14 +425,10 @@ def by_luck(hits: int, n: int, chance: float) -> float:
     if chance <= 0:
         return 0.0
     log_hit, log_miss = math.log(chance), math.log1p(-chance)
-
-    def log_term(count: int) -> float:
-        ways = math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
-        return ways + count * log_hit + (n - count) * log_miss
-
     total = 0.0
     for count in range(hits, n + 1):
-        term = math.exp(log_term(count))
+        log_ways = math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
+        term = math.exp(log_ways + count * log_hit + (n - count) * log_miss)
         total += term
         if count > chance * n and term <= total * _NEGLIGIBLE:  # and all behind it still smaller
             break

@@ -243,22 +243,20 @@ def play(
     and PromptError.
     """
     PromptError.unless(bool(prompts), "prompts", "none", "at least one")
-    with _stage(policy, settings) as stage:
-        engine = Engine(stage.model, stage.lanes)
-        config = stage.model.config
+    with _stage(policy, settings) as (model, lanes, channels, served):
+        engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
-        in_segments = bool(policy.segments(config.num_hidden_layers))
         sessions = []
         for done, prompt in enumerate(prompts):
             sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
-            session = _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
-            if in_segments:
-                (service,), (trace,) = stage.channels, session.traces
+            session = _session(engine, channels, added, prompt, settings.new_tokens, sampling)
+            if policy.segments(config.num_hidden_layers):
+                (service,), (trace,) = channels, session.traces
                 disk = service.disk_of(trace, config.context_length, settings.folder)
                 session = replace(session, disk=disk)
             sessions.append(session)
             progress(done + 1, len(prompts))
-    return Recording(policy, stage.served, tuple(sessions))
+    return Recording(policy, served, tuple(sessions))
 
 
 def logits_of(
@@ -269,12 +267,12 @@ def logits_of(
     One step a text. Raises as `play`.
     """
     found = []
-    with _stage(policy, settings) as stage:
+    with _stage(policy, settings) as (model, lanes, _, _):
         for ids in texts:
-            cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
+            cache = KVCache(model.config, len(ids), model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
             batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
-            (result,) = run_step([Part(batch, "prefill")], stage.lanes)
+            (result,) = run_step([Part(batch, "prefill")], lanes)
             found.append(result.logits_NV.float())
     return found
 
@@ -296,46 +294,41 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
     }
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """The trusted side, put together as `Runner` does, over services that record."""
-
-    model: TeeModel
-    lanes: list[MicroBatchOperators]
-    channels: tuple[RecordingChannel, ...]
-    served: Path
-
-
 @contextmanager
-def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
+def _stage(
+    policy: Policy, settings: PlaySettings
+) -> Iterator[tuple[TeeModel, list[MicroBatchOperators], tuple[RecordingChannel, ...], Path]]:
+    """Put the trusted side together as `Runner` does, over services that record.
+
+    Gives its model and lanes, the services, and the model directory that they were given.
+    """
     config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)
-
-    def assembled(masks: MaskSettings) -> Assembly:
-        return Assembly(policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS)
-
-    served = settings.model
-    if policy.feature_mask is None:
-        assembly = assembled(settings.masks)
-    else:
-        served, key = settings.folder / SERVED, settings.folder / KEY
+    served, masks, key = settings.model, settings.masks, settings.folder / KEY
+    if policy.feature_mask is not None:
+        served = settings.folder / SERVED
         provision(settings.model, policy.feature_mask, served, key)
-        try:
-            assembly = assembled(replace(settings.masks, key=key))
-        finally:
-            # It has been read. An attack is given `served`, and would find the key beside it.
-            key.unlink()
+        masks = replace(masks, key=key)
+    try:
+        assembly = Assembly(
+            policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS
+        )
+    finally:
+        # It has been read. An attack is given `served`, and would find the key beside it.
+        key.unlink(missing_ok=True)
     try:
         channels: tuple[RecordingChannel, ...] = ()
         if policy.services:
             weights = load_weights(
                 served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic]
             )
-            names = (f"service {number}" for number in range(1, policy.services + 1))
-            channels = tuple(RecordingChannel(weights, name) for name in names)
-        yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
+            channels = tuple(
+                RecordingChannel(weights, f"service {number + 1}")
+                for number in range(policy.services)
+            )
+        yield model, assembly.lanes(lambda _layer: channels), channels, served
     finally:
         assembly.close()
 

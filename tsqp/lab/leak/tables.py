@@ -40,22 +40,17 @@ _CURVE_NOTE = (
 )
 
 
-def summary_grid(report: LeakReport) -> Grid:
-    """Compare the policies, a row for each."""
-    grid = whole_summary(report)
-    names = [name for name in grid.columns if name not in PARTS]
-    return grid.select(grid.title, names, texts=grid.texts)
-
-
-def whole_summary(report: LeakReport) -> Grid:
-    """Return `summary_grid` with `PARTS`."""
+def summary_grid(report: LeakReport, *, parts: bool = False) -> Grid:
+    """Compare the policies, a row for each. `parts`: with `PARTS`."""
     cost = ("ms/token", "RPCs", "bytes")
     columns = ("policy", "verdict", "best attack", "where", *_READ, *PARTS, *cost)
     rows = tuple(
         Row((one.title, verdict(one), *_best_cells(one), *_cost_cells(one)))
         for one in report.policies
     )
-    return Grid("Leakage", columns, rows, texts=4, note=_NOTE)
+    names = [name for name in columns if parts or name not in PARTS]
+    made = Grid("Leakage", columns, rows, note=_NOTE)
+    return made.select(made.title, names, texts=4)
 
 
 def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:

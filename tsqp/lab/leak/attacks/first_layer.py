@@ -1,11 +1,18 @@
-"""Pads that are not fresh: used twice, or mixed from a few.
+"""What the first layer tells, where a token's row, key and value depend on it alone.
 
-Both attacks work in the ring Z_2^32 on rows of the first layer, where a token's integers are known
-but for the token. Under a pad that is used once they guess at random; how often they are right
-then is left to the comparison with chance.
+Keys are compared as they cross in products of attention, which send the whole cache again at every
+step, and values in a cache on a disk: with every token's key at that position, and every token's
+value. Masks of products shuffle features and positions, or scale them; what they do is the same for
+all heads of a call, and leaves as much as a dictionary needs.
 
-Shape suffixes: R rows, I in_features, V vocabulary size, K pads, N rows that pads are learnt from,
-C columns that are compared, B dtypes that the TEE may compute in.
+Rows under pads that are not fresh, used twice or mixed from a few, are compared in the ring Z_2^32:
+a token's integers are known but for the token. Under a pad that is used once these attacks guess at
+random; how often they are right then is left to the comparison with chance.
+
+Shape suffixes: T tokens in a step, S positions, N candidates or rows that pads are learnt from, V
+vocabulary size, K key/value heads or pads, C head dim or columns that are compared, X what is
+compared, M keys or rows that may be a token's, R rows, I in_features, B dtypes that the TEE may
+compute in.
 """
 
 from __future__ import annotations
@@ -15,13 +22,18 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import linear, normalize
 
-from tee_side.model.local_ops import rms_norm
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.matching import FIRST
+from tee_side.model.local_ops import apply_rope, rms_norm
+from tee_side.protect.masks.mask import Mask
+from tee_side.words import Phase
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best
+from tsqp.lab.leak.matching import FIRST, apart
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import place_name
+from tsqp.lab.leak.trace import Where, place_name
+from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
+_KEYS: Where = (0, "attn_scores")
 # What the TEE may compute in. The integers of a token differ between them, in one of six entries.
 _DTYPES = (torch.float32, torch.bfloat16)
 # Columns that rows are compared in, which tell any vocabulary's tokens apart.
@@ -32,6 +44,150 @@ _GROUPED = 16
 # Differences that have to fit the token of a row, and how many entries of each are looked at.
 _FITTED, _KEYED = 8, 8
 _PAIRS_AT_ONCE = 2**23
+
+
+def invariant(mask: Mask | None, k_NKC: torch.Tensor) -> torch.Tensor:
+    """Return what stays of keys under a mask of products: [N, X].
+
+    In the clear positions stay in order, too; otherwise each may be any of those that crossed.
+    Under a mask that is not known it is norms, as under a rotation. Scaling a feature of all heads
+    by the same factor leaves each head's part in it, with its sign beside that of the first head;
+    so nothing where there is but one head.
+    """
+    if mask is None:
+        return k_NKC.flatten(1)
+    if isinstance(mask, RowMix):
+        squares_N1C = k_NKC.square().sum(1, keepdim=True).clamp(min=1e-30)
+        k_NKC = k_NKC * k_NKC[:, :1] / squares_N1C
+    if isinstance(mask, RowMix | RowPermutation):
+        return k_NKC.sort(dim=-1).values.flatten(1)
+    return torch.linalg.vector_norm(k_NKC, dim=-1)
+
+
+def first_layer_keys(public: PublicModel) -> torch.Tensor:
+    """Return the key of every token in the first layer, before RoPE: float32 [V, K, C]."""
+    _, K, C = public.config.heads
+    fused = public.linear(0, "qkv_proj")
+    rows = fused.rows["k_proj"]
+    bias = None if fused.bias is None else fused.bias[rows]
+    k_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
+    if not public.config.qk_norm:
+        return k_VKC
+    return rms_norm(k_VKC.clone(), public.light.norms[0].k_norm, public.config.rms_norm_eps)
+
+
+class AttentionKeys(Attack):
+    """Looks up the key that a step appends to the cache, among those of all tokens at its position.
+
+    The key cache crosses at every step; TSQP's covers of Q K^T leave it.
+
+    Where positions are shuffled, the token is the one whose key there is nearest to any that
+    crossed: which one that is says nothing that the position does not.
+    """
+
+    name: ClassVar[str] = "attention-keys"
+    control: ClassVar[str] = "published"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "no keys of layer 0 crossed",
+        "no public weights to compare with",
+    )
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look up what each step appends: of all sessions together, a position at a time."""
+        return view.readings(place_name(_KEYS), self._found(view, work))
+
+    def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
+        for (position, phase), appended in sorted(_appended(view).items()):
+            k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
+            table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
+            ids_V = torch.arange(len(table_VX))
+            for session, token, among_MX in appended:
+                distances_V = apart(among_MX, table_VX).amin(0)
+                work.compared += len(ids_V)
+                yield session, token, best(distances_V, ids_V)
+
+
+def _appended(
+    view: View,
+) -> dict[tuple[int, Phase], list[tuple[int, int, torch.Tensor]]]:
+    """Return the tokens whose keys steps appended to the cache, by position and phase.
+
+    Of prefill where the step appended others, too. Of each token the session, its index, and what
+    the mask leaves of the keys that may be its own: [M, X].
+    """
+    found: dict[tuple[int, Phase], list[tuple[int, int, torch.Tensor]]] = {}
+    for session, step, call in view.calls_at(_KEYS):
+        _, b_KCS = call.tensors
+        phase: Phase = "prefill" if step.tokens > 1 else "decode"
+        mask = view.policy.at("attn_scores", 0, phase).mask
+        crossed_SX = invariant(mask, b_KCS.permute(2, 0, 1).float())
+        # A step appends to a cache that holds the whole context, in a sliding window, too.
+        start = len(crossed_SX) - step.tokens
+        for token in range(step.tokens if start >= 0 else 0):
+            own = slice(start + token, start + token + 1)
+            # Of its own a copy: a part would keep the whole.
+            among_MX = crossed_SX[own].clone() if mask is None else crossed_SX
+            found.setdefault((start + token, phase), []).append(
+                (session, step.first + token, among_MX)
+            )
+    return found
+
+
+# ----------------------------------------------------------------------------------------- at rest
+
+
+class CacheAtRest(Attack):
+    """Compares the first layer's values in a session's file with those of every token.
+
+    A value depends on its token alone, not on its position. The channels of a head are compared in
+    ascending order, whatever order a mask gives them. The control is the same file without
+    encryption. That encryption protects disks, not against the service, which sees each row in the
+    request that the value is computed from: other attacks read those.
+    """
+
+    name: ClassVar[str] = "cache-at-rest"
+    control: ClassVar[str] = "clear-segment"
+    published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = (
+        "no cache is at the service",
+        "layer 0 is in no cache",
+        "no public weights to compare with",
+    )
+
+    def read(self, view: View, work: Work) -> Iterator[Reading]:
+        """Look every value up."""
+        public = view.public
+        _, K, C = public.config.heads
+        values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)[:, -K * C :]
+        table_VX = _directions(values_VX, view)
+        ids_V = torch.arange(len(table_VX))
+        layers = view.segments[0].last + 1 - view.segments[0].first
+        for session, disk in enumerate(view.disks):
+            # A file is taken for plain numbers: keys of layer 0 first, and its values behind them.
+            dtype = view.traces[session].calls[-1].rows.dtype
+            tokens = len(disk) // (2 * layers * K * C * dtype.itemsize)
+            numbers = torch.frombuffer(bytearray(disk), dtype=dtype, count=2 * K * tokens * C)
+            values_KTC = numbers.view(2, K, tokens, C)[1]
+            rows_TX = _directions(values_KTC.transpose(0, 1).reshape(tokens, K * C), view)
+            cosines_TV = rows_TX @ table_VX.t()
+            work.compared += cosines_TV.numel()
+            guesses = {token: best(1 - own_V, ids_V) for token, own_V in enumerate(cosines_TV)}
+            yield Reading("cache on disk", session, range(len(rows_TX)), guesses)
+
+
+def _directions(values_TX: torch.Tensor, view: View) -> torch.Tensor:
+    """Return values with each head's channels in ascending order, of length 1: float64.
+
+    What is no number, as some bytes of a cipher, counts as 0.
+    """
+    _, K, C = view.public.config.heads
+    numbers = values_TX.double().nan_to_num(0, 0, 0)
+    return normalize(numbers.view(-1, K, C).sort(dim=-1).values.flatten(1), dim=-1)
+
+
+# -------------------------------------------------------------------------------------------- pads
 
 
 class PadReuse(Attack):
@@ -202,7 +358,7 @@ def _that_fits(
     weights_C = torch.randint(-(2**62), 2**62, (len(columns),), generator=generator)
     distinct_MI = away_MI.unique(dim=0)
     distinct_MI = distinct_MI[distinct_MI.any(-1)][:_FITTED]
-    best, found_I = 0, None
+    most, found_I = 0, None
     for table_VI in tables_BVI:
         keys_V = (table_VI[:, columns].long() * weights_C).sum(-1)
         keys_M = (distinct_MI[:, columns].long() * weights_C).sum(-1)
@@ -212,8 +368,8 @@ def _that_fits(
         token = int(fits_V.argmax())
         if likely is not None and fits_V[likely] == fits_V[token]:
             token = likely
-        if int(fits_V[token]) > best or (found_I is None and not len(keys_M)):
-            best, found_I = int(fits_V[token]), table_VI[token]
+        if int(fits_V[token]) > most or (found_I is None and not len(keys_M)):
+            most, found_I = int(fits_V[token]), table_VI[token]
     return found_I
 
 
@@ -231,14 +387,16 @@ def _looked_up(
     at_once = max(1, _PAIRS_AT_ONCE // tables_BVC.shape[1])
     for start in range(0, len(rows_RC), at_once):
         block_RC = rows_RC[start : start + at_once]
-        apart_RV = torch.stack([_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(0)
+        apart_RV = torch.stack([_bytes_apart(block_RC, table_VC) for table_VC in tables_BVC]).amin(
+            0
+        )
         work.compared += tables_BVC.shape[0] * apart_RV.numel()
         nearest += apart_RV.topk(min(TOP, apart_RV.shape[1]), largest=False).indices.tolist()
     found = zip(owners, nearest, strict=True)
     yield from view.readings(place_name(FIRST), ((*owner, tuple(ids)) for owner, ids in found))
 
 
-def _apart(rows_RC: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:
+def _bytes_apart(rows_RC: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:
     """Return how far the low bytes of rows are from those of tokens, summed: int16 [R, V].
 
     Low bytes are enough to tell tokens apart, rounded differently here and there or not. And of
