@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from protocol.errors import SettingsError
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
@@ -113,13 +111,8 @@ def main(arguments: list[str]) -> None:
         "REPORT PAGE SECTION, and COSTS or nothing",
     )
     measured, path, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
-    try:
-        report = LeakReport.model_validate_json(measured.read_bytes())
-    except ValidationError:
-        raise SettingsError(
-            str(measured), got="something else", expected="a report of tsqp leak --json"
-        ) from None
-    costs = read_recorded(Path(arguments[3])) if len(arguments) == 4 else None
+    report = read_recorded(measured, LeakReport, "leak")
+    costs = read_recorded(Path(arguments[3]), BenchReport, "bench") if arguments[3:] else None
     begin, end = f"<!-- measured {section}: begin -->", f"<!-- measured {section}: end -->"
     text = path.read_text(encoding="utf-8")
     before, begun, rest = text.partition(begin)

@@ -195,7 +195,7 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     expected = frames_of(look_up, 1), frames_of(linear_request(96), 2)
     channel.call(linear_request(96).model_copy(update={"hidden_states": from_torch(rows)}))
     rows.fill_(7)
-    assert channel.recorded == 2
+    assert len(channel.recorded) == 2
     trace = channel.take()
     assert trace.messages == expected
     assert (vars(trace).keys(), trace.added) == ({"messages", "added"}, {})

@@ -175,6 +175,7 @@ NEEDS: Mapping[str, Callable[[View], object]] = {
     "no session's beginning crossed": lambda view: view.policy.at("qkv_proj", 0, "prefill").leaves,
     "no public weights to compare with": lambda view: view.public.has_layers,
     "no token that every prompt begins with": lambda view: view.public.first_id is not None,
+    "the tokenizer puts no token in front": lambda view: view.public.first_id is not None,
     "no activations crossed": lambda view: view.row_places(),
     "no keys of layer 0 crossed": lambda view: any(
         (0, "attn_scores") in trace.places for trace in view.traces

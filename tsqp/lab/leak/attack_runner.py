@@ -265,6 +265,7 @@ class AttackRunner:
             scored = ((run, one) for run in runs for one in run.meaningful)
             best = max(scored, key=lambda pair: pair[1].strength, default=None)
             noisy = logits_of(changed, texts, self._play_settings(settings.new_tokens))
+            perplexity, output_error = harm(texts, plain, noisy)
             parameter, strong = strength(changed, sigma, view.public)
             points.append(
                 Point(
@@ -274,7 +275,8 @@ class AttackRunner:
                     attack=best[0].attack if best else "none",
                     where=best[1].where if best else "none",
                     chance=best[1].chance if best else 0.0,
-                    **harm(texts, plain, noisy).model_dump(),
+                    perplexity=perplexity,
+                    output_error=output_error,
                 )
             )
             # By more than chance anywhere, be it believed or not.
@@ -291,7 +293,7 @@ class AttackRunner:
         return Curve(
             policy=policy.name,
             parameter=parameter,
-            plain_perplexity=harm(texts, plain, plain).perplexity,
+            plain_perplexity=harm(texts, plain, plain)[0],
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
             points=tuple(sorted(points, key=lambda point: point.strength)),
@@ -337,7 +339,19 @@ class AttackRunner:
         if key not in self._results:
             settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
-            recording = self._recorded_control(kind, name)
+            path = name
+            if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
+                beside = Path(inspect.getfile(kind)).parent / name
+                path = str(beside if beside.is_file() else _HERE / name)
+            if path not in self._controls:
+                controlled = load_policy(path)
+                self._calibrate(controlled)
+                self._controls[path] = play(
+                    controlled,
+                    settings.prompts[:_CONTROL_SESSIONS],
+                    self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
+                )
+            recording = self._controls[path]
             scores: tuple[Score, ...] = ()
             if recording.observable:
                 # Of noise as few candidates as there.
@@ -380,22 +394,6 @@ class AttackRunner:
         self._model = prepare.calibration(self._model, self._folder)
         self._calibrated = True
         self._publics.clear()
-
-    def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
-        path = name
-        if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
-            beside = Path(inspect.getfile(kind)).parent / name
-            path = str(beside if beside.is_file() else _HERE / name)
-        if path not in self._controls:
-            settings = self.settings
-            policy = load_policy(path)
-            self._calibrate(policy)
-            self._controls[path] = play(
-                policy,
-                settings.prompts[:_CONTROL_SESSIONS],
-                self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
-            )
-        return self._controls[path]
 
     def _view(
         self, recording: Recording, service: int, sessions: int, *, noisy: bool = False

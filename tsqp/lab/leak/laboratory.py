@@ -11,9 +11,10 @@ from concurrent.futures import as_completed
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 
 from protocol.errors import PolicyError, PromptError, SettingsError, TsqpError
 from protocol.model.checkpoint import Checkpoint, light_tensors
@@ -42,6 +43,8 @@ from tsqp.lab.leak.recording import KEY, SERVED
 from tsqp.lab.leak.score import is_noisy, noisy_mask, with_sigma
 from tsqp.lab.measure import describe_machine, passed_on, processes, random_ids, tell
 from tsqp.lab.research.provisioning import provision
+
+R = TypeVar("R", bound=BaseModel)
 
 # Tokens behind the decoded token whose cost is measured.
 _CONTEXT = 128
@@ -211,16 +214,19 @@ def _reason(error: BaseException) -> str:
     return type(error).__name__ if isinstance(error, Exception) else "interrupted"
 
 
-def read_recorded(path: Path) -> BenchReport:
-    """Read what `tsqp bench --json` wrote, bare or as it is recorded. Raises SettingsError."""
+def read_recorded(path: Path, kind: type[R], command: str) -> R:
+    """Read what `tsqp bench` or `leak` wrote by --json, bare or as it is recorded.
+
+    Raises SettingsError.
+    """
     try:
         document = json.loads(path.read_bytes())
         inner = document.get("report", document) if isinstance(document, dict) else document
-        return BenchReport.model_validate(inner)
+        return kind.model_validate(inner)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "something else"
         raise SettingsError(
-            str(path), got=reason or "an error", expected="a report of tsqp bench --json"
+            str(path), got=reason or "an error", expected=f"a report of tsqp {command} --json"
         ) from None
 
 
@@ -291,7 +297,7 @@ def settings_of(
     )
     cost = options["cost"]
     if cost not in ("measure", "none"):
-        path, cost = cost, read_recorded(Path(cost))
+        path, cost = cost, read_recorded(Path(cost), BenchReport, "bench")
         SettingsError.unless(
             cost.setup.model == model.name,
             path,

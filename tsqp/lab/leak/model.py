@@ -325,19 +325,15 @@ class PolicyLeak(_ReportModel):
         return max(found, default=None)
 
 
-class Harm(_ReportModel):
-    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
-
-    perplexity: float
-    output_error: float
-
-
-class Point(Harm):
+class Point(_ReportModel):
     """One strength of noise: what is read, and what becomes of the output.
 
+    `perplexity`: of a text; `output_error`: of logits, relative, root of the mean square.
     `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
     """
 
+    perplexity: float
+    output_error: float
     strength: float
     sigma: float
     rate: Rate

@@ -135,7 +135,6 @@ def cost_against_leakage(
     with drawing(1.5 + 0.27 * len(shown)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         left.barh(places, costs, height=0.6, color="#b9c2ca")
-        left.set_xlabel(f"overhead of a decoded token, ms{cost_of}")
         if min(costs) > 0 and max(costs) / min(costs) > 8:
             left.set_xscale("log")
         left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -148,8 +147,12 @@ def cost_against_leakage(
             right.axvline(chance * 100, color="#999999", linewidth=0.8, linestyle="--")
         right.set_xlabel(f"tokens read by the best attack{read_of}")
         _percents(right, "x")
-        left.set_yticks(places, names)
-        left.set_ylim(len(shown) - 0.4, -0.6)
+        left.set(
+            xlabel=f"overhead of a decoded token, ms{cost_of}",
+            yticks=places,
+            yticklabels=names,
+            ylim=(len(shown) - 0.4, -0.6),
+        )
         for axis in (left, right):
             axis.tick_params(axis="y", length=0)
             axis.grid(axis="both" if axis is right else "x")
@@ -215,9 +218,8 @@ def curve(made: Curve) -> Picture | None:
     harm = "output error" if made.parameter == "sigma" else "perplexity"
     with drawing(3.6, 5.6) as figure:
         left = figure.subplots()
-        left.set_xscale("log")
         less = " (smaller: more noise)" if made.parameter == "epsilon" else " of the noise"
-        left.set_xlabel(f"{made.parameter}{less}")
+        left.set(xscale="log", xlabel=f"{made.parameter}{less}")
         places = [point.strength for point in read]
         _rates(left, places, [point.rate for point in read], _READS, "o")
         chances = [point.chance * 100 for point in read]
@@ -269,29 +271,19 @@ _SVG = """\
 
 
 @dataclass(frozen=True)
-class Passage:
-    """The prompt or the answer: of each token what was said, what was read, whether it is right.
-
-    `more`: how many tokens are left out; empty if none are.
-    """
-
-    name: str
-    tokens: tuple[tuple[str, str, bool], ...]
-    more: str
-
-
-@dataclass(frozen=True)
 class Panel:
     """A policy, its verdict, and a session as its best attack reads it, unless there is none.
 
     `outcome`: how much was read, by which attack; empty without one. `unseen`: what stayed.
+    `parts`: the prompt and the answer: the name, of each token what was said, what was read, and
+    whether it is right, and how many tokens are left out; empty if none are.
     """
 
     policy: str
     verdict: str
     outcome: str = ""
     unseen: str = ""
-    parts: tuple[Passage, ...] = ()
+    parts: tuple[tuple[str, tuple[tuple[str, str, bool], ...], str], ...] = ()
 
 
 def panels(report: LeakReport, *, ascii_only: bool = False) -> list[Panel]:
@@ -322,7 +314,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
             for piece in pieces[:_MOST_TOKENS]
         )
         left = len(pieces) - len(tokens)
-        parts += [Passage(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
+        parts += [(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
     return Panel(policy.title, verdict(policy), outcome, unseen, tuple(parts))
 
 
@@ -358,15 +350,16 @@ def draw(
     console.print(Text("\n".join(filter(None, (panel.outcome, panel.unseen))), style="dim"))
     halves = (Column(ratio=1, overflow="fold") for _ in range(2))
     table = Table.grid(*halves, expand=True, padding=(0, 2, 0, 0))
-    for part in panel.parts:
+    for name, tokens, more in panel.parts:
         real, read = Text(), Text()
-        for token, guess, is_right in part.tokens:
+        for token, guess, is_right in tokens:
             real.append(_escaped(token) if marked else token, style=said)
             shown = _escaped(guess) if marked and guess != _NO_GUESS else guess
             bare = is_right or not marked or guess == _NO_GUESS
             read.append(shown if bare else f"[{shown}]", style=right if is_right else wrong)
-        name = f"{part.name}{part.more}"
-        table.add_row(*(Text(f"{name}, as it was {end}", style="dim") for end in ("said", "read")))
+        table.add_row(
+            *(Text(f"{name}{more}, as it was {end}", style="dim") for end in ("said", "read"))
+        )
         table.add_row(real, read)
     console.print(table)
 

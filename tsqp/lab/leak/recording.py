@@ -59,28 +59,26 @@ SERVED, KEY = "served", "key"
 
 
 class RecordingChannel(AtOnce):
-    """A `Channel` to a service's operators in this process; keeps all that reached it."""
+    """A `Channel` to a service's operators in this process; keeps all that reached it.
+
+    `recorded`: the requests that have come since the last trace was taken.
+    """
 
     def __init__(self, weights: ServiceWeights | Served, endpoint: str = "recording") -> None:
         super().__init__(endpoint)
         self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
-        self._recorded: list[tuple[bytes, ...]] = []
-
-    @property
-    def recorded(self) -> int:
-        """How many requests have come since the last trace was taken."""
-        return len(self._recorded)
+        self.recorded: list[tuple[bytes, ...]] = []
 
     def take(self) -> Trace:
         """Return what has come since this was last called."""
-        trace, self._recorded = Trace(tuple(self._recorded)), []
+        trace, self.recorded = Trace(tuple(self.recorded)), []
         return trace
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Answer at once, and keep the reply until it is waited for. Raises ServiceError."""
         self._submitted += 1
         sent = _copied(encode_request(request, self._submitted, _TIMEOUT_MS))
-        self._recorded.append(tuple(bytes(frame) for frame in sent))
+        self.recorded.append(tuple(bytes(frame) for frame in sent))
         opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
         result: Response | ErrorCode
         try:
@@ -345,9 +343,9 @@ def _session(
         prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
     )
     parts: list[tuple[int, int]] = []
-    before, start = sum(c.recorded for c in channels), 0
+    before, start = sum(len(c.recorded) for c in channels), 0
     for _ in engine.run([sequence]):
-        after, end = sum(c.recorded for c in channels), sequence.cache.length
+        after, end = sum(len(c.recorded) for c in channels), sequence.cache.length
         if after > before:
             parts.append((start, end))
         before, start = after, end

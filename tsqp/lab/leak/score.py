@@ -13,7 +13,7 @@ from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
-from tsqp.lab.leak.model import Harm, Lengths, Piece, Rate, Reconstruction, Score
+from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordedSession, Truth, with_masks
 from tsqp.lab.leak.trace import Trace
@@ -200,8 +200,11 @@ def strength(policy: Policy, sigma: float, public: PublicModel) -> tuple[str, fl
 
 def harm(
     texts: Sequence[Sequence[int]], plain: Sequence[torch.Tensor], noisy: Sequence[torch.Tensor]
-) -> Harm:
-    """Compare logits [T, V] of each text with those without noise."""
+) -> tuple[float, float]:
+    """Compare logits [T, V] of each text with those without noise.
+
+    Returns the perplexity, and the error of logits: relative, root of the mean square.
+    """
     loss, tokens, error, size = 0.0, 0, 0.0, 0.0
     for ids, plain_TV, noisy_TV in zip(texts, plain, noisy, strict=True):
         following = torch.tensor(list(ids[1:]))
@@ -210,5 +213,4 @@ def harm(
         tokens += len(following)
         error += float((noisy_TV - plain_TV).square().sum())
         size += float(plain_TV.square().sum())
-    perplexity = math.exp(min(loss / tokens, 700.0))
-    return Harm(perplexity=perplexity, output_error=math.sqrt(error / size))
+    return math.exp(min(loss / tokens, 700.0)), math.sqrt(error / size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -190,21 +190,15 @@ class NoiseAveraging(Attack):
                 yield Reading("all places", session, range(limit), guesses)
 
 
-@dataclass(frozen=True, eq=False)
-class _Evidence:
-    """Rows [T, I] that crossed at a place in a step, and the size of the noise on them."""
+# Rows [T, I] that crossed at a place in a step, and the size of the noise on them.
+_Evidence: TypeAlias = tuple[Where, torch.Tensor, float]
 
-    where: Where
-    rows_TI: torch.Tensor
-    sigma: float
 
-    def log_likelihood(self, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return that of each candidate's input, up to a constant: [N], float64."""
-        # The slower way of two: the other one loses the digits that near candidates differ in.
-        away_1N = torch.cdist(
-            self.rows_TI[token, None], states_NI, compute_mode="donot_use_mm_for_euclid_dist"
-        )
-        return away_1N[0].double().square() / (-2 * self.sigma**2)
+def _log_likelihood(row_I: torch.Tensor, sigma: float, states_NI: torch.Tensor) -> torch.Tensor:
+    """Return that of each candidate's input, up to a constant: [N], float64."""
+    # The slower way of two: the other one loses the digits that near candidates differ in.
+    away_1N = torch.cdist(row_I[None], states_NI, compute_mode="donot_use_mm_for_euclid_dist")
+    return away_1N[0].double().square() / (-2 * sigma**2)
 
 
 def _places(view: View) -> list[Where]:
@@ -234,7 +228,7 @@ def _evidence(view: View, step: TraceStep, places: list[Where]) -> Iterator[_Evi
     for call in step.calls:
         sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
         if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
-            yield _Evidence(call.where, call.rows.float(), sigma)
+            yield call.where, call.rows.float(), sigma
 
 
 def _most_likely(
@@ -276,9 +270,9 @@ def _scored(
         p_V[first or 0] += known
         prior_V = p_V.log()
     rough_V = prior_V.clone()
-    for one in evidence:
-        if one.where == FIRST:
-            rough_V += one.log_likelihood(token, public.dictionary_VD)
+    for where, rows_TI, sigma in evidence:
+        if where == FIRST:
+            rough_V += _log_likelihood(rows_TI[token], sigma, public.dictionary_VD)
             work.compared += len(rough_V)
     most = rough_V.topk(min(_MOST, len(rough_V)))
     likely = int((most.values >= most.values[0] - _UNLIKELY).sum())
@@ -286,7 +280,7 @@ def _scored(
     states = public.states(prefix, ids_N.tolist())
     work.modelled += len(ids_N)
     scores_N = prior_V[ids_N]
-    for one in evidence:
-        scores_N = scores_N + one.log_likelihood(token, states.inputs[one.where])
+    for where, rows_TI, sigma in evidence:
+        scores_N = scores_N + _log_likelihood(rows_TI[token], sigma, states.inputs[where])
         work.compared += len(ids_N)
     return ids_N, scores_N

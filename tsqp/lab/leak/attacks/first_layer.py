@@ -61,7 +61,7 @@ def invariant(mask: Mask | None, k_NKC: torch.Tensor) -> torch.Tensor:
         k_NKC = k_NKC * k_NKC[:, :1] / squares_N1C
     if isinstance(mask, RowMix | RowPermutation):
         return k_NKC.sort(dim=-1).values.flatten(1)
-    return torch.linalg.vector_norm(k_NKC, dim=-1)
+    return k_NKC.square().sum(-1).sqrt()
 
 
 def first_layer_keys(public: PublicModel) -> torch.Tensor:
@@ -229,14 +229,16 @@ class LowDimensionalPads(Attack):
     name: ClassVar[str] = "pad-basis"
     control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
-    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
+    needs: ClassVar[tuple[str, ...]] = (
+        "layer 0 stays",
+        "floats",
+        "the tokenizer puts no token in front",
+    )
 
     def refuses(self, view: View) -> str | None:
         """No integers of the first layer crossed, or too few of a known token."""
         if refusal := super().refuses(view):
             return refusal
-        if view.public.first_id is None:
-            return "the tokenizer puts no token in front"
         known = len(_known_rows(view))
         if not known:
             return "no row of a known token crossed"

@@ -127,7 +127,15 @@ def directions(
     served_sizes_I, served_II = _eigenvectors(torch.cat(served))
     outputs = sum(len(module) for module in public)
     kept = min(len(sizes_I), outputs, int((sizes_I**2 > _NO_WEIGHT * sizes_I[0] ** 2).sum()))
-    angles_V = _angles(sizes_I, served_sizes_I, kept)
+    # By how much the rounding of the served weights turned each direction. Rounding by E turns a
+    # singular vector towards another by about ||u E v|| / (their singular values' difference); how
+    # large that is, the singular values themselves show.
+    rounding = (sizes_I[:kept] - served_sizes_I[:kept]).square().mean().sqrt()
+    gaps_VI = (sizes_I[:kept, None] - sizes_I).abs()
+    gaps_VI.fill_diagonal_(float("inf"))
+    tiny = torch.finfo(gaps_VI.dtype).tiny
+    angles_VI = (rounding / gaps_VI.clamp(min=tiny)).clamp(max=1e6)
+    angles_V = torch.linalg.vector_norm(angles_VI, dim=1)
     counts_V = 1 / (1 + (angles_V / _HALF_ANGLE).square())
     public_IV, served_IV = public_II[:, :kept], served_II[:, :kept]
     signed = len(public) > 1
@@ -150,21 +158,6 @@ def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sizes_O = squares_O.flip(0).clamp(min=0).sqrt()
     basis_IO = normalize(weight_OI.t() @ outputs_OO.flip(1), dim=0)
     return torch.cat([sizes_O, sizes_O.new_zeros(I - O)]), basis_IO
-
-
-def _angles(sizes_I: torch.Tensor, served_I: torch.Tensor, kept: int) -> torch.Tensor:
-    """Estimate by how much each direction was turned by the rounding of the served weights: [kept].
-
-    Rounding by E turns a singular vector towards another by about ||u E v|| / (their singular
-    values' difference); how large that is, the singular values themselves show.
-    """
-    rounding = (sizes_I[:kept] - served_I[:kept]).square().mean().sqrt()
-    gaps_VI = (sizes_I[:kept, None] - sizes_I).abs()
-    gaps_VI.fill_diagonal_(float("inf"))
-    tiny = torch.finfo(gaps_VI.dtype).tiny
-    angles_VI = (rounding / gaps_VI.clamp(min=tiny)).clamp(max=1e6)
-    angles_V: torch.Tensor = torch.linalg.vector_norm(angles_VI, dim=1)
-    return angles_V
 
 
 def _signs(
