@@ -37,7 +37,16 @@ def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[s
     if costs is None:
         plot = cost_against_leakage(report)
     else:
-        plot = cost_against_leakage(*at_another_shape(report, costs))
+        # Policies whose cost was not recorded are left out.
+        found = [
+            one.model_copy(update={"cost": cost})
+            for one in report.policies
+            if (cost := cost_in(costs, one.policy)) is not None
+        ]
+        setup = costs.setup
+        at = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
+        other = report.model_copy(update={"policies": tuple(found)})
+        plot = cost_against_leakage(other, f" ({setup.model}{at})", f" ({report.setup.model})")
         says += f": read of {report.setup.model}, cost of {costs.setup.model}'s shape"
         made_by = "make leak"
     if plot is not None:
@@ -60,25 +69,6 @@ def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[s
                 f"tsqp leak {model} --policy {made.policy} --curves --html curves.html",
                 plot.svg,
             )
-
-
-def at_another_shape(report: LeakReport, costs: BenchReport) -> tuple[LeakReport, str, str]:
-    """Return a report with the costs of another shape, and what to write at both axes.
-
-    Policies whose cost was not recorded are left out.
-    """
-    found = [
-        one.model_copy(update={"cost": cost})
-        for one in report.policies
-        if (cost := cost_in(costs, one.policy)) is not None
-    ]
-    setup = costs.setup
-    at_once = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
-    return (
-        report.model_copy(update={"policies": tuple(found)}),
-        f" ({setup.model}{at_once})",
-        f" ({report.setup.model})",
-    )
 
 
 def _measured(report: LeakReport) -> Iterator[str]:

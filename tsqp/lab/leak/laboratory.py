@@ -239,15 +239,17 @@ def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:
         for case in run.cases
         if case.phase == "decode" and case.batch == 1
     ]
-    if not cases:
-        return None
-    case = min(cases, key=lambda one: one.tokens)
-    return DecodeCost(
-        overhead_ms=case.overhead_ms,
-        rpcs=case.rpcs,
-        bytes_sent=case.bytes_sent,
-        bytes_received=case.bytes_received,
-        context=case.tokens,
+    case = min(cases, key=lambda one: one.tokens, default=None)
+    return (
+        None
+        if case is None
+        else DecodeCost(
+            overhead_ms=case.overhead_ms,
+            rpcs=case.rpcs,
+            bytes_sent=case.bytes_sent,
+            bytes_received=case.bytes_received,
+            context=case.tokens,
+        )
     )
 
 

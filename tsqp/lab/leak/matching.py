@@ -9,7 +9,6 @@ among all tokens suffices; deeper, a search runs candidates behind what it has r
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -363,4 +362,4 @@ def _ratio(distances_N: torch.Tensor) -> float:
     if len(distances_N) < 2:
         return 1.0
     nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
-    return nearest / next_one if next_one and math.isfinite(next_one) else 1.0
+    return nearest / next_one if 0 < next_one < torch.inf else 1.0

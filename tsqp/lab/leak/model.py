@@ -74,9 +74,6 @@ class Rate(_ReportModel):
         """Upper end of the 95 % interval."""
         return wilson(self.hits, self.n)[1]
 
-    def __add__(self, other: Rate) -> Rate:
-        return Rate(hits=self.hits + other.hits, n=self.n + other.n)
-
 
 class Score(_ReportModel):
     """What an attack read at one place, of all sessions that it tried to read there.

@@ -6,7 +6,6 @@ heads, K key/value heads, G query heads a key/value head, C head dim, S tokens b
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -105,7 +104,7 @@ class PublicModel:
         self._linear_config = self.config if served is None else read_config(served)
         self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
         self._linear = cache(partial(load_linear, self._linear_checkpoint, self._linear_config))
-        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], States] = OrderedDict()
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], States] = {}
         self._kept_bytes = 0
 
     @property
@@ -187,16 +186,14 @@ class PublicModel:
         far as there is room. Do not write to what is returned.
         """
         key = (prefix.token_ids, tuple(candidates))
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        states = self._run(prefix, candidates)
-        if keep:
+        known = self._kept.pop(key, None)
+        states = self._run(prefix, candidates) if known is None else known
+        if keep or known is not None:
+            # Behind all others: what was asked for longest ago goes first.
             self._kept[key] = states
-            self._kept_bytes += states.nbytes
+            self._kept_bytes += states.nbytes if known is None else 0
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                _, dropped = self._kept.popitem(last=False)
-                self._kept_bytes -= dropped.nbytes
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
         return states
 
     def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:

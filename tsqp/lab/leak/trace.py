@@ -168,24 +168,27 @@ def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
 
 def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
     group: list[Call] = []
+    # What is sent in one phase alone.
+    alone = {
+        where: phase
+        for where, phase in added
+        if (where, "decode") not in added or (where, "prefill") not in added
+    }
     for call in calls:
         # The same modules of the same layer again, or earlier ones: another step.
         again = any((one.where, one.modules) == (call.where, call.modules) for one in group) or (
             bool(group) and forward_order(call.where) < forward_order(group[-1].where)
         )
         # Decode begins: it alone sends this, and prefill alone something before it.
-        turns = _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+        turns = alone.get(call.where) == "decode" and any(
+            alone.get(one.where) == "prefill" for one in group
+        )
         if again or turns:
             yield group
             group = []
         group.append(call)
     if group:
         yield group
-
-
-def _only(call: Call, phase: Phase, added: Added) -> bool:
-    other: Phase = "decode" if phase == "prefill" else "prefill"
-    return (call.where, phase) in added and (call.where, other) not in added
 
 
 def place_name(where: Where) -> str:

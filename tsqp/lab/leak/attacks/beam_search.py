@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
+from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # By inner products: beginnings of a session that are followed up, and rows that the next is
 # compared with. With so many tokens read there are enough of these to tell beginnings apart.
@@ -127,7 +126,7 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
         grown: list[Beginning] = []
         read = [before.token_ids[references.start :] for before in beam]
         # A beginning shares all but its last token with the one that it grew from.
-        wanted = {*chain.from_iterable(read)}
+        wanted = set[int]().union(*read)
         known = {token_id: known[token_id] for token_id in wanted.intersection(known)}
         if new := sorted(wanted.difference(known)):
             # Together, since most of it is reading the table. Then apart, or one that is kept would
@@ -222,15 +221,6 @@ def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
     return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
 
 
-def _evidence(view: View, step: TraceStep, places: list[Where]) -> Iterator[_Evidence]:
-    phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
-    # A place that is asked more than once, as for q, k and v by themselves, counts as often.
-    for call in step.calls:
-        sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
-        if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
-            yield call.where, call.rows.float(), sigma
-
-
 def _most_likely(
     view: View, trace: Trace, places: list[Where], limit: int, work: Work
 ) -> tuple[tuple[int, ...], ...]:
@@ -238,7 +228,19 @@ def _most_likely(
     beam, nothing = [Beginning()], view.public.nothing()
     prefixes = {nothing.token_ids: nothing}
     for step in trace.steps:
-        evidence = list(_evidence(view, step, places))
+        phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
+        # A place that is asked more than once, as for q, k and v by themselves, counts as often.
+        evidence = [
+            (
+                call.where,
+                call.rows.float(),
+                _sigma(view.policy, call.where, phase) or _LEAST_SIGMA,
+            )
+            for call in step.calls
+            if call.where in places
+            and call.rows.is_floating_point()
+            and len(call.rows) == step.tokens
+        ]
         if not evidence:
             break
         for token in range(min(step.tokens, limit - step.first)):

@@ -64,18 +64,6 @@ def invariant(mask: Mask | None, k_NKC: torch.Tensor) -> torch.Tensor:
     return k_NKC.square().sum(-1).sqrt()
 
 
-def first_layer_keys(public: PublicModel) -> torch.Tensor:
-    """Return the key of every token in the first layer, before RoPE: float32 [V, K, C]."""
-    _, K, C = public.config.heads
-    fused = public.linear(0, "qkv_proj")
-    rows = fused.rows["k_proj"]
-    bias = None if fused.bias is None else fused.bias[rows]
-    k_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
-    if not public.config.qk_norm:
-        return k_VKC
-    return rms_norm(k_VKC.clone(), public.light.norms[0].k_norm, public.config.rms_norm_eps)
-
-
 class AttentionKeys(Attack):
     """Looks up the key that a step appends to the cache, among those of all tokens at its position.
 
@@ -98,9 +86,18 @@ class AttentionKeys(Attack):
         return view.readings(place_name(_KEYS), self._found(view, work))
 
     def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        rope, plain_VKC = view.public.light.rope, first_layer_keys(view.public)
+        # The key of every token in the first layer, before RoPE.
+        public, (_, K, C) = view.public, view.public.config.heads
+        fused = public.linear(0, "qkv_proj")
+        rows = fused.rows["k_proj"]
+        bias = None if fused.bias is None else fused.bias[rows]
+        plain_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
+        if public.config.qk_norm:
+            gain = public.light.norms[0].k_norm
+            plain_VKC = rms_norm(plain_VKC.clone(), gain, public.config.rms_norm_eps)
         for (position, phase), appended in sorted(_appended(view).items()):
-            k_VKC = apply_rope(plain_VKC, *rope.of([(position, position + 1, position + 1)]))
+            rope = public.light.rope.of([(position, position + 1, position + 1)])
+            k_VKC = apply_rope(plain_VKC, *rope)
             table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
             ids_V = torch.arange(len(table_VX))
             for session, token, among_MX in appended:

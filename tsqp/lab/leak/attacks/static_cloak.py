@@ -10,6 +10,7 @@ measured of a row.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -140,7 +141,18 @@ def directions(
     public_IV, served_IV = public_II[:, :kept], served_II[:, :kept]
     signed = len(public) > 1
     if signed:
-        served_IV = served_IV * _signs(folded, public_IV, served, served_IV)
+        # Each module's own W^T W between two directions has the sign of both; products of public
+        # and served ones are a matrix s_i s_j times what is not negative, so its first eigenvector
+        # has s, the sign that makes each served direction the public one, but for one of all.
+        products_VV = reduce(
+            torch.add,
+            (
+                _correlations(ours @ public_IV) * _correlations(theirs @ served_IV)
+                for ours, theirs in zip(folded, served, strict=True)
+            ),
+        )
+        first_V = torch.linalg.eigh(products_VV).eigenvectors[:, -1]
+        served_IV = served_IV * torch.where(first_V < 0, -1.0, 1.0)
     return public_IV / fold_I[:, None] * counts_V, served_IV * counts_V, signed
 
 
@@ -158,28 +170,6 @@ def _eigenvectors(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sizes_O = squares_O.flip(0).clamp(min=0).sqrt()
     basis_IO = normalize(weight_OI.t() @ outputs_OO.flip(1), dim=0)
     return torch.cat([sizes_O, sizes_O.new_zeros(I - O)]), basis_IO
-
-
-def _signs(
-    public: list[torch.Tensor],
-    public_IV: torch.Tensor,
-    served: list[torch.Tensor],
-    served_IV: torch.Tensor,
-) -> torch.Tensor:
-    """Return the sign [V] that makes each served direction the public one, but for one of all.
-
-    Each module's own W^T W between two directions has the sign of both; products of public and
-    served ones are a matrix s_i s_j times what is not negative, so its first eigenvector has s.
-    """
-    products_VV = torch.zeros(public_IV.shape[1], public_IV.shape[1], dtype=public_IV.dtype)
-    for module, served_module in zip(public, served, strict=True):
-        ours_VV, theirs_VV = (
-            _correlations(weight @ basis)
-            for weight, basis in ((module, public_IV), (served_module, served_IV))
-        )
-        products_VV += ours_VV * theirs_VV
-    first_V = torch.linalg.eigh(products_VV).eigenvectors[:, -1]
-    return torch.where(first_V < 0, -1.0, 1.0)
 
 
 def _correlations(columns_OV: torch.Tensor) -> torch.Tensor:

@@ -163,8 +163,8 @@ def vocabulary(view: View) -> torch.Tensor:
     if view.policy.feature_mask is None:
         return torch.arange(view.public.config.vocab_size)
     served = Checkpoint(view.served)
-    name = lm_head_name(read_config(view.served))
     shape = (view.public.config.vocab_size, view.public.config.hidden_size)
+    name = lm_head_name(read_config(view.served))
     served_VD = load_tensor(served, name, shape, dtype=torch.float32)
     ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
     return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
