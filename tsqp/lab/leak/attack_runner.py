@@ -68,7 +68,8 @@ class LeakSettings:
     confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
     bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
     processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
-    that shares depend on are in the clear, for the observer of all of them.
+    that shares depend on are in the clear, for the observer of all of them. `noisy_candidates`: as
+    `search_candidates`, of what crossed with noise.
     """
 
     command: str
@@ -90,11 +91,7 @@ class LeakSettings:
     curves: tuple[float, ...] = ()
     workers: int = 1
     shares_in_the_clear: bool = False
-
-    @property
-    def noisy_candidates(self) -> int:
-        """As `search_candidates`, of what crossed with noise."""
-        return self.search_candidates or NOISY_CANDIDATES
+    noisy_candidates: int = NOISY_CANDIDATES
 
 
 @dataclass

@@ -30,6 +30,7 @@ from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import find_shape, require_one
 from tsqp.lab.leak.attack_runner import (
+    NOISY_CANDIDATES,
     AttackRunner,
     LeakProgress,
     LeakSettings,
@@ -321,6 +322,7 @@ def settings_of(
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
         search_candidates=options["search_candidates"],
+        noisy_candidates=options["search_candidates"] or NOISY_CANDIDATES,
         threads=options["threads"],
         workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
         margin=min(margins, default=None),

@@ -23,7 +23,7 @@ from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, Wind
 from gpu_side.sessions import SegmentPart
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
-from protocol.errors import ErrorCode, PromptError, ProtocolError, ServiceError
+from protocol.errors import ErrorCode, ProtocolError, ServiceError
 from protocol.messages import (
     HealthRequest,
     Request,
@@ -238,16 +238,53 @@ def play(
     """Run every prompt, one after another, each a session of its own.
 
     `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
-    and PromptError.
+    PromptError, and TraceError.
     """
-    PromptError.unless(bool(prompts), "prompts", "none", "at least one")
     with _stage(policy, settings) as (model, lanes, channels, served):
         engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
         sessions = []
         for done, prompt in enumerate(prompts):
             sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
-            session = _session(engine, channels, added, prompt, settings.new_tokens, sampling)
+            sequence = engine.add(
+                prompt,
+                max_new_tokens=settings.new_tokens,
+                sampling=sampling,
+                eos_token_ids=frozenset(),
+            )
+            parts: list[tuple[int, int]] = []
+            before, start = sum(len(c.recorded) for c in channels), 0
+            for _ in engine.run([sequence]):
+                after, end = sum(len(c.recorded) for c in channels), sequence.cache.length
+                if after > before:
+                    parts.append((start, end))
+                before, start = after, end
+            traces = tuple(Trace(channel.take().messages, added) for channel in channels)
+            every = [*sequence.prompt_ids, *sequence.token_ids]
+            steps = traces[0].steps if traces else ()
+            if len(steps) == len(parts):
+                # Of an LM head alone the last token, whose row it gets; else all of a step.
+                parts = [
+                    (max(start, end - step.tokens), end)
+                    for (start, end), step in zip(parts, steps, strict=True)
+                ]
+            positions = [position for part in parts for position in range(*part)]
+            for channel, trace in zip(channels, traces, strict=True):
+                TraceError.unless(
+                    trace.tokens == len(positions),
+                    channel.endpoint,
+                    f"requests about {trace.tokens} tokens, by their rows",
+                    f"{len(positions)}, which went through the model: steps of this policy"
+                    " cannot be told apart, or what its mask adds cannot",
+                )
+            truth = Truth(
+                prompt=tuple(prompt),
+                answer=tuple(sequence.token_ids),
+                sent=tuple(every[position] for position in positions),
+                answers=tuple(position >= len(prompt) for position in positions),
+                last=every[positions[-1] + 1] if positions else None,
+            )
+            session = RecordedSession(traces, truth)
             if policy.segments(config.num_hidden_layers):
                 (service,), (trace,) = channels, session.traces
                 disk = service.disk_of(trace, config.context_length, settings.folder)
@@ -329,52 +366,6 @@ def _stage(
         yield model, assembly.lanes(lambda _layer: channels), channels, served
     finally:
         assembly.close()
-
-
-def _session(
-    engine: Engine,
-    channels: Sequence[RecordingChannel],
-    added: Added,
-    prompt: Sequence[int],
-    new_tokens: int,
-    sampling: SamplingSettings,
-) -> RecordedSession:
-    sequence = engine.add(
-        prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
-    )
-    parts: list[tuple[int, int]] = []
-    before, start = sum(len(c.recorded) for c in channels), 0
-    for _ in engine.run([sequence]):
-        after, end = sum(len(c.recorded) for c in channels), sequence.cache.length
-        if after > before:
-            parts.append((start, end))
-        before, start = after, end
-    traces = tuple(Trace(channel.take().messages, added) for channel in channels)
-    every = [*sequence.prompt_ids, *sequence.token_ids]
-    steps = traces[0].steps if traces else ()
-    if len(steps) == len(parts):
-        # Of an LM head alone the last token, whose row it gets; else all of a step.
-        parts = [
-            (max(start, end - step.tokens), end)
-            for (start, end), step in zip(parts, steps, strict=True)
-        ]
-    positions = [position for part in parts for position in range(*part)]
-    for channel, trace in zip(channels, traces, strict=True):
-        TraceError.unless(
-            trace.tokens == len(positions),
-            channel.endpoint,
-            f"requests about {trace.tokens} tokens, by their rows",
-            f"{len(positions)}, which went through the model: steps of this policy"
-            " cannot be told apart, or what its mask adds cannot",
-        )
-    truth = Truth(
-        prompt=tuple(prompt),
-        answer=tuple(sequence.token_ids),
-        sent=tuple(every[position] for position in positions),
-        answers=tuple(position >= len(prompt) for position in positions),
-        last=every[positions[-1] + 1] if positions else None,
-    )
-    return RecordedSession(traces, truth)
 
 
 # ------------------------------------------------------------------------------------- adversaries

@@ -94,15 +94,13 @@ def reconstruct(
     where: str,
     truths: Sequence[Truth],
     public: PublicModel,
-) -> Reconstruction | None:
+) -> Reconstruction:
     """Return the first session that was read at a place, token by token.
 
     A token alone is decoded for each piece; bytes that are no character yet are shown as such.
     """
     own = (reading for reading in readings if reading.where == where)
-    reading = min(own, key=lambda one: one.session, default=None)
-    if reading is None:
-        return None
+    reading = min(own, key=lambda one: one.session)
     truth = truths[reading.session]
     tokens = stream(truth)
     pieces = []

@@ -170,10 +170,9 @@ def vocabulary(view: View) -> torch.Tensor:
     return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
 
 
-def _numbers(head_VD: torch.Tensor) -> Iterator[int]:
-    """Yield what is the same for rows of the same numbers, and hardly ever for others."""
-    for row_D in head_VD.sort(dim=-1).values:
-        yield hash(row_D.numpy().tobytes())
+def _numbers(head_VD: torch.Tensor) -> list[int]:
+    """Return what is the same for rows of the same numbers, and hardly ever for others."""
+    return [hash(row_D.numpy().tobytes()) for row_D in head_VD.sort(dim=-1).values]
 
 
 # ------------------------------------------------------------------------------------------- rows
