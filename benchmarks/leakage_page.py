@@ -12,14 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from protocol.errors import SettingsError
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
 from tsqp.lab.leak.model import LeakReport
 from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
-from tsqp.lab.leak.tables import curve_grid, facts, whole_summary
+from tsqp.lab.leak.tables import curve_grid, facts, summary_grid
 from tsqp.lab.report import markdown
 
 # Of the other section tokens are random, and there is nothing to see.
@@ -39,7 +37,16 @@ def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[s
     if costs is None:
         plot = cost_against_leakage(report)
     else:
-        plot = cost_against_leakage(*at_another_shape(report, costs))
+        # Policies whose cost was not recorded are left out.
+        found = [
+            one.model_copy(update={"cost": cost})
+            for one in report.policies
+            if (cost := cost_in(costs, one.policy)) is not None
+        ]
+        setup = costs.setup
+        at = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
+        other = report.model_copy(update={"policies": tuple(found)})
+        plot = cost_against_leakage(other, f" ({setup.model}{at})", f" ({report.setup.model})")
         says += f": read of {report.setup.model}, cost of {costs.setup.model}'s shape"
         made_by = "make leak"
     if plot is not None:
@@ -64,25 +71,6 @@ def _pictures(report: LeakReport, costs: BenchReport | None) -> Iterator[tuple[s
             )
 
 
-def at_another_shape(report: LeakReport, costs: BenchReport) -> tuple[LeakReport, str, str]:
-    """Return a report with the costs of another shape, and what to write at both axes.
-
-    Policies whose cost was not recorded are left out.
-    """
-    found = [
-        one.model_copy(update={"cost": cost})
-        for one in report.policies
-        if (cost := cost_in(costs, one.policy)) is not None
-    ]
-    setup = costs.setup
-    at_once = ", service answers at once" if setup.device == "null" else f", device {setup.device}"
-    return (
-        report.model_copy(update={"policies": tuple(found)}),
-        f"{setup.model}{at_once}",
-        report.setup.model,
-    )
-
-
 def _measured(report: LeakReport) -> Iterator[str]:
     setup = report.setup
     machine = ", ".join(
@@ -90,7 +78,7 @@ def _measured(report: LeakReport) -> Iterator[str]:
     )
     yield f"Measured with `{setup.command}`, {setup.created[:10]}: {facts(report)}."
     yield f"Machine: {machine}."
-    grid = whole_summary(report)
+    grid = summary_grid(report, parts=True)
     if not any(found.cost is not None for found in report.policies):
         grid = grid.select(grid.title, grid.columns[:-3], texts=grid.texts)
     rows = ((f"`{name}`", *cells) for name, *cells in (row.cells for row in grid.rows))
@@ -113,13 +101,8 @@ def main(arguments: list[str]) -> None:
         "REPORT PAGE SECTION, and COSTS or nothing",
     )
     measured, path, section = Path(arguments[0]), Path(arguments[1]), arguments[2]
-    try:
-        report = LeakReport.model_validate_json(measured.read_bytes())
-    except ValidationError:
-        raise SettingsError(
-            str(measured), got="something else", expected="a report of tsqp leak --json"
-        ) from None
-    costs = read_recorded(Path(arguments[3])) if len(arguments) == 4 else None
+    report = read_recorded(measured, LeakReport, "leak")
+    costs = read_recorded(Path(arguments[3]), BenchReport, "bench") if arguments[3:] else None
     begin, end = f"<!-- measured {section}: begin -->", f"<!-- measured {section}: end -->"
     text = path.read_text(encoding="utf-8")
     before, begun, rest = text.partition(begin)

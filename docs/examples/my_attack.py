@@ -7,7 +7,6 @@ import torch
 
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, look_up
-from tsqp.lab.leak.trace import Where
 
 FEATURES = 24
 
@@ -15,7 +14,7 @@ FEATURES = 24
 class LargestFeatures(FeatureMatcher):
     """Rows as the signs of their largest features: no mask that only scales rows hides them."""
 
-    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+    def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
         """Return 1 or -1 at each row's largest features, 0 elsewhere."""
         largest = states_NI.abs().topk(min(FEATURES, states_NI.shape[-1]), dim=-1).indices
         kept = torch.zeros_like(states_NI).scatter_(-1, largest, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
 
 if TYPE_CHECKING:
-    from tsqp.lab.leak.attack_runner import LeakProgress, LeakSettings
+    from tsqp.lab.leak.attack_runner import LeakProgress
     from tsqp.lab.leak.model import LeakReport
     from tsqp.lab.report import Picture
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 _SIGMAS = "0.3,1,4,8,16,32"
 # Enough for a search among tokens that the first layer says are there.
 _FEW_CANDIDATES = 64
-# Each holds the public model, what it computed, and a recording.
-_MOST_WORKERS = 8
 
 
 @click.command(context_settings=CONTEXT)
@@ -206,6 +203,15 @@ def leak(
         "--cost none",
         "--cost measure, or FILE: it is one axis",
     )
+    SettingsError.unless(
+        options["curves"] or options["sigma"] is None,
+        "--sigma",
+        "no --curves",
+        "it: that is what tries them",
+    )
+    options["sigma"] = options["sigma"] or tuple(map(float, _SIGMAS.split(",")))
+    if shape is not None:
+        options["search_candidates"] = options["search_candidates"] or _FEW_CANDIDATES
     console = open_console()
     outputs: Outputs[LeakReport] = Outputs(
         {
@@ -216,14 +222,15 @@ def leak(
         },
         _say,
     )
-    from tsqp.lab.leak.laboratory import Laboratory
+    from tsqp.lab.leak.laboratory import Laboratory, settings_of
 
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
         with outputs.checked():
-            laboratory = Laboratory(
-                _settings(model, shape, folder, fail_above, options), folder, watch
-            )
+            directory = None if model is None else model_directory(model)
+            command = shlex.join(["tsqp", *sys.argv[1:]])
+            settings = settings_of(command, directory, shape, folder, fail_above, options)
+            laboratory = Laboratory(settings, folder, watch)
         report = outputs.report_of(
             laboratory, lambda report: show(report, console, details=details)
         )
@@ -239,100 +246,6 @@ def _svg(plot: Picture | None) -> str:
     if plot is None:
         raise SettingsError("--plot", got="no cost of any policy", expected="--cost measure")
     return plot.svg + "\n"
-
-
-def _settings(
-    model: str | None,
-    shape: str | None,
-    folder: Path,
-    fail_above: float | None,
-    options: dict[str, Any],
-) -> LeakSettings:
-    """Find what was named, and cut the prompts. Raises SettingsError and errors of what is read."""
-    import torch
-
-    from protocol.model.config import read_config
-    from tee_side.engine.tokenizer import Tokenizer
-    from tee_side.policy.placement import builtin_policies, load_policy
-    from tee_side.protect.masks.mask import is_path
-    from tsqp.lab.bench import prepare
-    from tsqp.lab.bench.shapes import find_shape, require_one
-    from tsqp.lab.leak.attack_runner import LeakSettings
-    from tsqp.lab.leak.attacks import ATTACKS, find_attacks
-    from tsqp.lab.leak.laboratory import (
-        cut_prompts,
-        random_prompts,
-        read_report,
-        text_of,
-        weakened_policies,
-    )
-    from tsqp.lab.leak.score import noisy_mask
-
-    require_one(model, shape)
-    SettingsError.unless(
-        shape is None or options["text"] is None,
-        "--text",
-        "it together with --shape",
-        "one of them: its tokens are random",
-    )
-    names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
-    policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
-    # Those that were given by their names, or all, and behind them those of files.
-    paths = [one for one in options["attack"] if is_path(one)]
-    chosen = [one for one in options["attack"] if not is_path(one)] or ATTACKS.names()
-    attacks = dict.fromkeys(attack for name in (*chosen, *paths) for attack in find_attacks(name))
-    torch.set_num_threads(options["threads"])
-    count, tokens = options["prompts"], options["prompt_tokens"]
-    if shape is not None:
-        # The first layer alone.
-        first = find_shape(shape).with_layers(1)
-        directory = prepare.random_model(folder / first.name, first, linear=True)
-        vocabulary = read_config(directory).vocab_size
-        prompts = random_prompts(vocabulary, count, tokens, options["seed"])
-    else:
-        directory = model_directory(model or "")
-        prompts = cut_prompts(
-            Tokenizer(directory), text_of(directory, options["text"]), count, tokens
-        )
-    SettingsError.unless(
-        options["curves"] or options["sigma"] is None,
-        "--sigma",
-        "no --curves",
-        "it: that is what tries them",
-    )
-    SettingsError.unless(
-        not options["curves"] or any(noisy_mask(policy) for _, policy in policies),
-        "--curves",
-        "no policy whose mask has noise",
-        "one with an option sigma, as of float-noise and cloak",
-    )
-    sigmas = options["sigma"] or tuple(map(float, _SIGMAS.split(",")))
-    cost = options["cost"]
-    if cost not in ("measure", "none"):
-        cost = read_report(Path(cost), directory.name)
-    margins = [m for m in (options["margin"], fail_above) if m is not None]
-    return LeakSettings(
-        command=shlex.join(["tsqp", *sys.argv[1:]]),
-        model=directory,
-        policies=policies,
-        attacks=tuple(attacks),
-        prompts=tuple(map(tuple, prompts)),
-        new_tokens=options["new_tokens"],
-        public=options["public"],
-        dtype=options["dtype"],
-        temperature=options["temperature"],
-        seed=options["seed"],
-        search_sessions=options["search_prompts"],
-        search_tokens=options["search_tokens"],
-        search_candidates=options["search_candidates"]
-        or (None if shape is None else _FEW_CANDIDATES),
-        threads=options["threads"],
-        workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
-        margin=min(margins, default=None),
-        cost=cost,
-        curves=sigmas if options["curves"] else (),
-        shares_in_the_clear=options["shares_in_the_clear"],
-    )
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def read(attack: str, view: View, played: Recording) -> tuple[dict[str, tuple[in
     """Return hits and tries of prompts and answers by place, and whether that is above chance."""
     truths = [session.truth for session in played.sessions]
     found = scores_of(ATTACKS.builtin[attack](), view, truths)
-    made = leak_of(run_of(attack, *found.values()), blind=1 / view.public.vocab_size)
+    made = leak_of(run_of(attack, *found.values()), blind=1 / view.public.config.vocab_size)
     counts = {
         where: (one.prompt.hits, one.prompt.n, one.answer.hits, one.answer.n)
         for where, one in found.items()

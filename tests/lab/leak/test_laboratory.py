@@ -25,7 +25,7 @@ from tests.kit.service import call
 from tsqp.cli.main import command
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
 from tsqp.lab.leak.attack_runner import AttackRunner, LeakProgress, LeakSettings
-from tsqp.lab.leak.attacks.attention import CacheAtRest
+from tsqp.lab.leak.attacks.first_layer import CacheAtRest
 from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
 from tsqp.lab.leak.laboratory import Laboratory, agreement

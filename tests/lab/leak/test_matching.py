@@ -25,7 +25,7 @@ from tests.kit.model import token_ids
 from tests.kit.rows import each_row
 from tsqp.lab.leak.attack import TOP, Attack, Work
 from tsqp.lab.leak.attacks.beam_search import NoiseAveraging
-from tsqp.lab.leak.attacks.pads import LowDimensionalPads, PadReuse
+from tsqp.lab.leak.attacks.first_layer import LowDimensionalPads, PadReuse
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
@@ -39,13 +39,15 @@ def text(count: int, seed: int = 0) -> list[int]:
 
 
 def observed(rows_RI: torch.Tensor, tokens: int | None = None) -> Observed:
-    return Observed(FIRST, rows_RI, len(rows_RI) if tokens is None else tokens, 1e-3)
+    count = len(rows_RI)
+    return Observed(FIRST, rows_RI, tokens or count, 1e-3, list(range(count)))
 
 
 class Planned(Matcher):
     """Says what it is told of each token of the vocabulary, known by its first layer's input."""
 
     def __init__(self, public: PublicModel, distances_V: torch.Tensor) -> None:
+        super().__init__()
         self._table_VD, self._distances_V = public.dictionary_VD, distances_V
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
@@ -65,8 +67,7 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     # Of two that are equal each is used; of none that is left all are far.
     matcher.found(seen, 1, rows[1])
     matcher.found(seen, 2, rows[1])
-    assert seen.used == {0, 1, 2}
-    assert torch.isinf(matcher.distances(seen, 2, rows)).all()
+    assert (seen.left, *matcher.distances(seen, 2, rows)) == ([], *[torch.inf] * 3)
 
 
 @each_row(("sessions", "tokens"), [(1, 1), (2, 4), (3, 50)])
@@ -123,8 +124,7 @@ def test_fresh_pads_are_read_as_often_as_chance_has_it(public: PublicModel, atta
     view = view_of(public, *traces, policy="shielded-prefill")
     assert attack.refuses(view) is None
     guesses = [guess for one in attack.read(view, Work()) for guess in one.guesses.values()]
-    assert all(len(guess) == TOP for guess in guesses)
-    assert len(guesses) >= 30 * 39
+    assert ({*map(len, guesses)}, len(guesses) >= 30 * 39) == ({TOP}, True)
     # No token is guessed for so many rows that its own frequency would count as a success.
     first = [guess[0] for guess in guesses]
     assert max(map(first.count, set(first))) < 0.03 * len(first)

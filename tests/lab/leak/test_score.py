@@ -206,7 +206,7 @@ def test_one_attack_that_failed_or_a_place_that_none_tried_spoils_what_the_other
 def test_a_control_of_enough_tokens_works_place_by_place(hits: int, n: int, worked: bool) -> None:
     rate = Rate(hits=hits, n=n)
     control = Control(attack="a", policy="published", where="here", rate=rate, published=0.9)
-    assert (control.worked, control.works_at("here")) == (worked, worked)
+    assert (control.works_at(), control.works_at("here")) == (worked, worked)
     places = {"there": Rate(hits=20, n=20), "here": rate}
     elsewhere = control.model_copy(update={"places": places})
     assert (elsewhere.works_at("there"), elsewhere.works_at("here")) == (True, worked)
@@ -238,11 +238,11 @@ def test_perplexity_is_that_of_the_tokens_that_follow() -> None:
     half, short = sure.clone(), torch.full((2, 8), -50.0)
     half[0, 3] = short[0, 1] = 50.0
     for noisy, perplexity in ((flat, 8.0), (sure, 1.0), (half, 2**0.5)):
-        assert harm([[0, 1, 2]], [flat + 1], [noisy]).perplexity == pytest.approx(perplexity)
+        assert harm([[0, 1, 2]], [flat + 1], [noisy])[0] == pytest.approx(perplexity)
     # A mean over all tokens, not over texts.
     found = harm([[0, 1, 2], [0, 1]], [flat + 1, short], [flat, short])
-    assert found.perplexity == pytest.approx(8 ** (2 / 3))
+    assert found[0] == pytest.approx(8 ** (2 / 3))
     # The error is relative to the logits.
     plain = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
     noisy = plain + torch.tensor([[0.0, 0.0], [0.6, 0.8]])
-    assert harm([[0, 1]], [plain], [noisy]).output_error == pytest.approx(0.2)
+    assert harm([[0, 1]], [plain], [noisy])[1] == pytest.approx(0.2)

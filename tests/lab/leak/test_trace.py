@@ -99,7 +99,7 @@ def test_of_every_policy_steps_are_the_forward_passes(
             assert len({tuple(c.where for c in step.calls) for step in trace.steps}) == 1
             for step in trace.steps:
                 for call in step.calls:
-                    if call.operator not in ("attn_scores", "attn_values", "lm_head"):
+                    if call.where[1] not in ("attn_scores", "attn_values", "lm_head"):
                         assert len(call.rows) == step.tokens + added[call.where, "decode"]
     found = lengths(played.sessions)
     assert found.prompt == (None if name == "shielded" else Rate(hits=2, n=2))
@@ -141,7 +141,7 @@ def test_rows_that_a_mask_adds_are_known_by_the_policy(
     every = [*prompt, *session.truth.answer[:-1]]
     start = {5: 0, 1: 5}[sizes[0]] - (len(sizes) == 4 and sizes[0] == 1)
     assert list(session.truth.sent) == every[start : start + sum(sizes)]
-    assert {call.operator for call in trace.calls} == {one for one, _ in policy.leaving()}
+    assert {call.where[1] for call in trace.calls} == {one for one, _ in policy.leaving()}
 
 
 def test_the_rest_of_a_long_prompt_is_not_decode(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     expected = frames_of(look_up, 1), frames_of(linear_request(96), 2)
     channel.call(linear_request(96).model_copy(update={"hidden_states": from_torch(rows)}))
     rows.fill_(7)
-    assert channel.recorded == 2
+    assert len(channel.recorded) == 2
     trace = channel.take()
     assert trace.messages == expected
     assert (vars(trace).keys(), trace.added) == ({"messages", "added"}, {})

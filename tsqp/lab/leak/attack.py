@@ -68,10 +68,10 @@ class View:
 
         Raises CalibrationError where there are none.
         """
-        rows_RI = call.rows
-        if rows_RI.dtype != torch.int32 or call.layer is None or not is_linear(call.operator):
+        rows_RI, (layer, operator) = call.rows, call.where
+        if rows_RI.dtype != torch.int32 or layer is None or not is_linear(operator):
             return rows_RI.float()
-        return rows_RI.float() * self.public.input_scale((call.layer, call.operator))
+        return rows_RI.float() * self.public.input_scale((layer, operator))
 
     def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
         """Yield each step in which something was asked for: its session, itself, the request."""
@@ -95,7 +95,7 @@ class View:
 
     def asked_for(self, operator: Operator) -> bool:
         """Whether the service was asked for an operator."""
-        return any(call.operator == operator for trace in self.traces for call in trace.calls)
+        return any(call.where[1] == operator for trace in self.traces for call in trace.calls)
 
     @property
     def has_head(self) -> bool:
@@ -175,6 +175,7 @@ NEEDS: Mapping[str, Callable[[View], object]] = {
     "no session's beginning crossed": lambda view: view.policy.at("qkv_proj", 0, "prefill").leaves,
     "no public weights to compare with": lambda view: view.public.has_layers,
     "no token that every prompt begins with": lambda view: view.public.first_id is not None,
+    "the tokenizer puts no token in front": lambda view: view.public.first_id is not None,
     "no activations crossed": lambda view: view.row_places(),
     "no keys of layer 0 crossed": lambda view: any(
         (0, "attn_scores") in trace.places for trace in view.traces

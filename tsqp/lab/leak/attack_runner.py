@@ -7,11 +7,11 @@ share where it is known to work, or its row says that it did not work.
 from __future__ import annotations
 
 import inspect
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -26,7 +26,16 @@ from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Work
-from tsqp.lab.leak.model import Adversary, AttackRun, Control, Curve, PolicyLeak, Rate, Score
+from tsqp.lab.leak.model import (
+    Adversary,
+    AttackRun,
+    Control,
+    Curve,
+    Point,
+    PolicyLeak,
+    Rate,
+    Score,
+)
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import PlaySettings, Recording, logits_of, play, together
 from tsqp.lab.leak.score import (
@@ -34,10 +43,9 @@ from tsqp.lab.leak.score import (
     is_noisy,
     lengths,
     noisy_mask,
-    parameter,
-    point_of,
     reconstruct,
     score,
+    strength,
     with_sigma,
 )
 from tsqp.lab.leak.trace import Where, place_name
@@ -60,7 +68,8 @@ class LeakSettings:
     confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
     bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
     processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
-    that shares depend on are in the clear, for the observer of all of them.
+    that shares depend on are in the clear, for the observer of all of them. `noisy_candidates`: as
+    `search_candidates`, of what crossed with noise.
     """
 
     command: str
@@ -82,11 +91,7 @@ class LeakSettings:
     curves: tuple[float, ...] = ()
     workers: int = 1
     shares_in_the_clear: bool = False
-
-    @property
-    def noisy_candidates(self) -> int:
-        """As `search_candidates`, of what crossed with noise."""
-        return self.search_candidates or NOISY_CANDIDATES
+    noisy_candidates: int = NOISY_CANDIDATES
 
 
 @dataclass
@@ -105,43 +110,34 @@ class LeakProgress:
 
 @dataclass(frozen=True)
 class AttackTask:
-    """A policy to attack as it is, or with strengths of its noise (`noisy`)."""
+    """A policy to attack as it is, or with strengths of its noise (`noisy`).
 
+    `name`: what people call it: the policy, or the curve of one.
+    """
+
+    name: str
     policy: Policy
     noisy: bool
     steps: int
 
-    @property
-    def name(self) -> str:
-        """What people call it: the policy, or the curve of one."""
-        return f"curve of {self.policy.name}" if self.noisy else self.policy.name
 
-
-@dataclass(frozen=True)
-class Lost:
-    """A task that ended with an error; the others go on. `traceback`: of no error of ours."""
-
-    task: str
-    error: BaseException
-    traceback: str
-
-
-# A policy against each adversary, the curve of one, or what went wrong.
-Outcome = tuple[PolicyLeak, ...] | Curve | Lost
+# Of a task its name, and a policy against each adversary, the curve of one, or the error that ended
+# it; the others go on. And the traceback of what is no error of ours.
+Outcome = tuple[str, tuple[PolicyLeak, ...] | Curve | BaseException, str]
 
 
 def tasks_of(settings: LeakSettings) -> list[AttackTask]:
     """Return everything there is to do; first what takes longest, so that all end together."""
     policies = [policy for _, policy in settings.policies]
     curves = [
-        AttackTask(policy, noisy=True, steps=len(settings.curves))
+        AttackTask(f"curve of {policy.name}", policy, noisy=True, steps=len(settings.curves))
         for policy in policies
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
     views = [policy.services + (policy.services > 1) for policy in policies]
     return curves + [
-        AttackTask(policy, noisy=False, steps=1 + times * len(settings.attacks))
+        AttackTask(policy.name, policy, noisy=False, steps=1 + times * len(settings.attacks))
         for policy, times in zip(policies, views, strict=True)
     ]
 
@@ -164,16 +160,16 @@ class AttackRunner:
         self._results: dict[tuple[str, str, bool], Control] = {}
         self._model = settings.model
         self._calibrated = False
-        self._plays = 0
 
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
-            return self.curve(task.policy) if task.noisy else self.attack(task.policy)
+            work = self.curve if task.noisy else self.attack
+            return task.name, work(task.policy), ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
             ours = isinstance(error, TsqpError)
             text = "" if ours else "".join(traceback.format_exception(error)).rstrip()
-            return Lost(task.name, error, text)
+            return task.name, error, text
 
     @torch.inference_mode()
     def attack(self, policy: Policy) -> tuple[PolicyLeak, ...]:
@@ -192,12 +188,12 @@ class AttackRunner:
             return (alone,)
         colluding = self._leak(together(recording, self._config), policy, "colluding services")
         # In the clear the observer has what the services have together.
-        seen = colluding if settings.shares_in_the_clear else alone
-        observer: dict[str, object] = {"adversary": "observer of all links"}
-        if not settings.shares_in_the_clear:
-            nothing = "the links are encrypted: their observer sees lengths and timing"
-            observer |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
-        return alone, seen.model_copy(update=observer), colluding
+        seen: dict[str, object] = {"adversary": "observer of all links"}
+        if settings.shares_in_the_clear:
+            return alone, colluding.model_copy(update=seen), colluding
+        nothing = "the links are encrypted: their observer sees lengths and timing"
+        seen |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}
+        return alone, alone.model_copy(update=seen), colluding
 
     def _leak(self, recording: Recording, policy: Policy, adversary: Adversary) -> PolicyLeak:
         """Let every attack at each service of a recording."""
@@ -254,18 +250,38 @@ class AttackRunner:
         and where none reads anything the curve ends.
         """
         settings, attacks, points = self.settings, self.settings.attacks, []
+        texts, parameter = settings.prompts[:_CURVE_SESSIONS], ""
         self._calibrate(policy)
+        plain = logits_of(load_policy("tee-only"), texts, self._play_settings(settings.new_tokens))
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-            playing = self._play_settings(settings.new_tokens)
-            recording = play(changed, self._texts, playing)
+            recording = play(changed, texts, self._play_settings(settings.new_tokens))
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
-            noisy = logits_of(changed, self._texts, self._play_settings(settings.new_tokens))
-            found = harm(self._texts, self._plain, noisy)
-            points.append(point_of(changed, sigma, runs, found, view.public))
-            reading = {run.attack for run in runs if run.best and run.best.excess_low > 0}
+            scored = ((run, one) for run in runs for one in run.meaningful)
+            best = max(scored, key=lambda pair: pair[1].strength, default=None)
+            noisy = logits_of(changed, texts, self._play_settings(settings.new_tokens))
+            perplexity, output_error = harm(texts, plain, noisy)
+            parameter, strong = strength(changed, sigma, view.public)
+            points.append(
+                Point(
+                    strength=strong,
+                    sigma=sigma,
+                    rate=best[1].top1 if best else Rate(hits=0, n=0),
+                    attack=best[0].attack if best else "none",
+                    where=best[1].where if best else "none",
+                    chance=best[1].chance if best else 0.0,
+                    perplexity=perplexity,
+                    output_error=output_error,
+                )
+            )
+            # By more than chance anywhere, be it believed or not.
+            reading = {
+                run.attack
+                for run in runs
+                if any(one.excess_low > 0 for one in run.meaningful or run.scores)
+            }
             attacks = tuple(one for one in attacks if one.name in reading)
             self._watch.step(1)
             if not attacks:
@@ -273,21 +289,11 @@ class AttackRunner:
         self._watch.step(len(settings.curves) - len(points))
         return Curve(
             policy=policy.name,
-            parameter=parameter(policy),
-            plain_perplexity=harm(self._texts, self._plain, self._plain).perplexity,
+            parameter=parameter,
+            plain_perplexity=harm(texts, plain, plain)[0],
             search_sessions=_CURVE_SEARCHES,
             search_candidates=settings.noisy_candidates,
             points=tuple(sorted(points, key=lambda point: point.strength)),
-        )
-
-    @property
-    def _texts(self) -> Sequence[Sequence[int]]:
-        return self.settings.prompts[:_CURVE_SESSIONS]
-
-    @cached_property
-    def _plain(self) -> list[torch.Tensor]:
-        return logits_of(
-            load_policy("tee-only"), self._texts, self._play_settings(self.settings.new_tokens)
         )
 
     def _attack(
@@ -330,19 +336,25 @@ class AttackRunner:
         if key not in self._results:
             settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
-            recording = self._recorded_control(kind, name)
+            path = name
+            if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
+                beside = Path(inspect.getfile(kind)).parent / name
+                path = str(beside if beside.is_file() else _HERE / name)
+            if path not in self._controls:
+                controlled = load_policy(path)
+                self._calibrate(controlled)
+                self._controls[path] = play(
+                    controlled,
+                    settings.prompts[:_CONTROL_SESSIONS],
+                    self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
+                )
+            recording = self._controls[path]
             scores: tuple[Score, ...] = ()
             if recording.observable:
-                view = self._view(recording, 0, settings.search_sessions)
-                view = replace(
-                    view,
-                    # What reads nothing on a disk must read it where nothing is encrypted.
-                    disks=tuple(disk.clear for disk in recording.disks),
-                    # Of noise as few candidates as there.
-                    search_candidates=(
-                        settings.noisy_candidates if noisy else view.search_candidates
-                    ),
-                )
+                # Of noise as few candidates as there.
+                view = self._view(recording, 0, settings.search_sessions, noisy=noisy)
+                # What reads nothing on a disk must read it where nothing is encrypted.
+                view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
             best = max(scores, key=lambda one: one.strength, default=None)
             self._results[key] = Control(
@@ -380,24 +392,11 @@ class AttackRunner:
         self._calibrated = True
         self._publics.clear()
 
-    def _recorded_control(self, kind: type[Attack], name: str) -> Recording:
-        path = name
-        if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
-            beside = Path(inspect.getfile(kind)).parent / name
-            path = str(beside if beside.is_file() else _HERE / name)
-        if path not in self._controls:
-            settings = self.settings
-            policy = load_policy(path)
-            self._calibrate(policy)
-            self._controls[path] = play(
-                policy,
-                settings.prompts[:_CONTROL_SESSIONS],
-                self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
-            )
-        return self._controls[path]
-
-    def _view(self, recording: Recording, service: int, sessions: int) -> View:
-        settings, noisy = self.settings, is_noisy(recording.policy)
+    def _view(
+        self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
+    ) -> View:
+        settings = self.settings
+        noisy = noisy or is_noisy(recording.policy)
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
             public=self._public_beside(recording.policy),
@@ -411,12 +410,9 @@ class AttackRunner:
 
     def _play_settings(self, new_tokens: int) -> PlaySettings:
         settings = self.settings
-        self._plays += 1
-        folder = self._folder / f"play-{self._plays}"
-        folder.mkdir()
         return PlaySettings(
             model=self._model,
-            folder=folder,
+            folder=Path(tempfile.mkdtemp(prefix="play-", dir=self._folder)),
             new_tokens=new_tokens,
             dtype=settings.dtype,
             temperature=settings.temperature,

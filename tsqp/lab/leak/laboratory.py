@@ -5,40 +5,47 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 
 from protocol.errors import PolicyError, PromptError, SettingsError, TsqpError
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, builtin_policies, load_policy
+from tee_side.protect.masks.mask import is_path
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
 from tsqp.calibrate import default_text
+from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.run import Bench
+from tsqp.lab.bench.shapes import find_shape, require_one
 from tsqp.lab.leak.attack_runner import (
+    NOISY_CANDIDATES,
     AttackRunner,
     LeakProgress,
     LeakSettings,
-    Lost,
     Outcome,
     tasks_of,
 )
+from tsqp.lab.leak.attacks import ATTACKS, find_attacks
 from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, PolicyLeak, needed
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import KEY, SERVED
-from tsqp.lab.leak.score import is_noisy, with_sigma
-from tsqp.lab.measure import describe_machine, passed_on, processes, tell
+from tsqp.lab.leak.score import is_noisy, noisy_mask, with_sigma
+from tsqp.lab.measure import describe_machine, passed_on, processes, random_ids, tell
 from tsqp.lab.research.provisioning import provision
+
+R = TypeVar("R", bound=BaseModel)
 
 # Tokens behind the decoded token whose cost is measured.
 _CONTEXT = 128
@@ -47,6 +54,8 @@ _MOST_ALIKE = 0.2
 # What the demo model was validated with stands beside it, one text after each such token.
 _TEXT_FILE = "validation.txt"
 _LEAST_TOKENS = 4
+# Each worker holds the public model, what it computed, and a recording.
+_MOST_WORKERS = 8
 
 
 class Laboratory:
@@ -82,25 +91,22 @@ class Laboratory:
         settings, watch, tasks = self._settings, self._watch, tasks_of(self._settings)
         measured = settings.cost == "measure"
         watch.total(len(settings.policies) * measured + sum(task.steps for task in tasks))
-        lost: list[Lost] = []
+        lost: list[BaseException] = []
         try:
             # First, and alone: what it costs is not to be measured beside attacks.
             for name, policy in settings.policies:
                 self._costs[policy.name] = self._cost(name, policy)
-            for number, found in enumerate(self._outcomes(), start=1):
-                if isinstance(found, Lost):
+            for number, (name, found, trace) in enumerate(self._outcomes(), start=1):
+                if isinstance(found, BaseException):
                     lost.append(found)
-                    if found.traceback:  # for the attack's author
-                        watch.say(found.traceback)
-                    watch.say(f"{found.task}: {_reason(found.error)}")
+                    if trace:  # for the attack's author
+                        watch.say(trace)
+                    watch.say(f"{name}: {_reason(found)}")
                 else:
-                    name = (
-                        f"curve of {found.policy}" if isinstance(found, Curve) else found[0].policy
-                    )
                     self._found[name] = found
                     watch.done(f"{name}: done, {number} of {len(tasks)}")
             if lost:
-                raise lost[0].error
+                raise lost[0]
         except BaseException as error:
             # Policies first, in the order in which they were given.
             names = [task.name for task in sorted(tasks, key=lambda task: task.noisy)]
@@ -176,8 +182,7 @@ class Laboratory:
         self._watch.doing(f"{policy.name}: measuring what it costs")
         served = key = None
         if policy.feature_mask is not None:
-            made = self._folder / f"cost-{policy.name}"
-            made.mkdir()
+            made = Path(tempfile.mkdtemp(prefix="cost-", dir=self._folder))
             served, key = made / SERVED, made / KEY
             provision(settings.model, policy.feature_mask, served, key)
         bench = Bench(
@@ -210,28 +215,19 @@ def _reason(error: BaseException) -> str:
     return type(error).__name__ if isinstance(error, Exception) else "interrupted"
 
 
-def read_report(path: Path, model: str) -> BenchReport:
-    """Read what `tsqp bench --json` wrote of a model. Raises SettingsError."""
-    report = read_recorded(path)
-    SettingsError.unless(
-        report.setup.model == model,
-        str(path),
-        f"the cost of {report.setup.model}",
-        f"that of {model}",
-    )
-    return report
+def read_recorded(path: Path, kind: type[R], command: str) -> R:
+    """Read what `tsqp bench` or `leak` wrote by --json, bare or as it is recorded.
 
-
-def read_recorded(path: Path) -> BenchReport:
-    """Read what `tsqp bench --json` wrote, bare or as it is recorded. Raises SettingsError."""
+    Raises SettingsError.
+    """
     try:
         document = json.loads(path.read_bytes())
         inner = document.get("report", document) if isinstance(document, dict) else document
-        return BenchReport.model_validate(inner)
+        return kind.model_validate(inner)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "something else"
         raise SettingsError(
-            str(path), got=reason or "an error", expected="a report of tsqp bench --json"
+            str(path), got=reason or "an error", expected=f"a report of tsqp {command} --json"
         ) from None
 
 
@@ -244,19 +240,96 @@ def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:
         for case in run.cases
         if case.phase == "decode" and case.batch == 1
     ]
-    if not cases:
-        return None
-    case = min(cases, key=lambda one: one.tokens)
-    return DecodeCost(
-        overhead_ms=case.overhead_ms,
-        rpcs=case.rpcs,
-        bytes_sent=case.bytes_sent,
-        bytes_received=case.bytes_received,
-        context=case.tokens,
+    case = min(cases, key=lambda one: one.tokens, default=None)
+    return (
+        None
+        if case is None
+        else DecodeCost(
+            overhead_ms=case.overhead_ms,
+            rpcs=case.rpcs,
+            bytes_sent=case.bytes_sent,
+            bytes_received=case.bytes_received,
+            context=case.tokens,
+        )
     )
 
 
 # -------------------------------------------------------------------------------------- settings
+
+
+def settings_of(
+    command: str,
+    model: Path | None,
+    shape: str | None,
+    folder: Path,
+    fail_above: float | None,
+    options: dict[str, Any],
+) -> LeakSettings:
+    """Find what the options of `tsqp leak` name, and cut the prompts.
+
+    `folder`: for the model of a shape. Raises SettingsError and errors of what is read.
+    """
+    require_one(model, shape)
+    SettingsError.unless(
+        shape is None or options["text"] is None,
+        "--text",
+        "it together with --shape",
+        "one of them: its tokens are random",
+    )
+    names = options["policy"] or (*sorted(builtin_policies()), *weakened_policies())
+    policies = tuple((name, load_policy(name)) for name in dict.fromkeys(names))
+    # Those that were given by their names, or all, and behind them those of files.
+    paths = [one for one in options["attack"] if is_path(one)]
+    chosen = [one for one in options["attack"] if not is_path(one)] or ATTACKS.names()
+    attacks = dict.fromkeys(attack for name in (*chosen, *paths) for attack in find_attacks(name))
+    torch.set_num_threads(options["threads"])
+    count, tokens = options["prompts"], options["prompt_tokens"]
+    if model is not None:
+        prompts = cut_prompts(Tokenizer(model), text_of(model, options["text"]), count, tokens)
+    else:
+        # The first layer alone.
+        first = find_shape(shape or "").with_layers(1)
+        model = prepare.random_model(folder / first.name, first, linear=True)
+        vocabulary, seed = read_config(model).vocab_size, options["seed"]
+        prompts = random_ids(vocabulary, tokens, seed=seed, sequences=count).tolist()
+    SettingsError.unless(
+        not options["curves"] or any(noisy_mask(policy) for _, policy in policies),
+        "--curves",
+        "no policy whose mask has noise",
+        "one with an option sigma, as of float-noise and cloak",
+    )
+    cost = options["cost"]
+    if cost not in ("measure", "none"):
+        path, cost = cost, read_recorded(Path(cost), BenchReport, "bench")
+        SettingsError.unless(
+            cost.setup.model == model.name,
+            path,
+            f"the cost of {cost.setup.model}",
+            f"that of {model.name}",
+        )
+    margins = [m for m in (options["margin"], fail_above) if m is not None]
+    return LeakSettings(
+        command=command,
+        model=model,
+        policies=policies,
+        attacks=tuple(attacks),
+        prompts=tuple(map(tuple, prompts)),
+        new_tokens=options["new_tokens"],
+        public=options["public"],
+        dtype=options["dtype"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+        search_sessions=options["search_prompts"],
+        search_tokens=options["search_tokens"],
+        search_candidates=options["search_candidates"],
+        noisy_candidates=options["search_candidates"] or NOISY_CANDIDATES,
+        threads=options["threads"],
+        workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        margin=min(margins, default=None),
+        cost=cost,
+        curves=options["sigma"] if options["curves"] else (),
+        shares_in_the_clear=options["shares_in_the_clear"],
+    )
 
 
 def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
@@ -267,7 +340,14 @@ def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
     Checkpoint(settings.model).require(light_tensors(config))
     for _, policy in settings.policies:
         policy.check(config.num_hidden_layers)
-        _check_products(policy, config.num_hidden_layers)
+        for layer, phase in itertools.product(range(config.num_hidden_layers), PHASES):
+            leaves = {op for op in OPERATORS if policy.at(op, layer, phase).leaves}
+            PolicyError.unless(
+                not leaves.intersection(PRODUCTS) or leaves.issuperset((*PRODUCTS, "qkv_proj")),
+                f"policy {policy.name}, layer {layer}",
+                "some of qkv_proj, attn_scores and attn_values on the GPU",
+                "all or none: a product does not say whose it is, the requests around it do",
+            )
         for sigma in settings.curves:
             with_sigma(policy, sigma)
     if settings.public is not None:
@@ -332,19 +412,6 @@ def agreement(prompts: Sequence[Sequence[int]]) -> float:
     return same / size if size else 0.0
 
 
-def _check_products(policy: Policy, layers: int) -> None:
-    """Refuse attention products whose layer no other request tells. Raises PolicyError."""
-    for layer in range(layers):
-        for phase in PHASES:
-            leaves = {op for op in OPERATORS if policy.at(op, layer, phase).leaves}
-            PolicyError.unless(
-                not leaves.intersection(PRODUCTS) or leaves.issuperset((*PRODUCTS, "qkv_proj")),
-                f"policy {policy.name}, layer {layer}",
-                "some of qkv_proj, attn_scores and attn_values on the GPU",
-                "all or none: a product does not say whose it is, the requests around it do",
-            )
-
-
 def weakened_policies() -> list[str]:
     """Return the paths of the policies that are broken on purpose."""
     return sorted(map(str, (Path(__file__).parent / "weakened").glob("*.toml")))
@@ -396,12 +463,6 @@ def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> lis
     return found[:count]
 
 
-def random_prompts(vocab_size: int, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """Return random token ids, for a model that was never trained."""
-    chance = random.Random(seed)
-    return [[chance.randrange(vocab_size) for _ in range(tokens)] for _ in range(count)]
-
-
 # ---------------------------------------------------------------------------------- side by side
 
 # Of a worker: its attack runner, once `_begin` has made it.
@@ -411,8 +472,7 @@ _runner: list[AttackRunner] = []
 def _begin(settings: LeakSettings, folder: Path) -> None:
     """Make the worker's attack runner."""
     torch.set_num_threads(settings.threads)
-    own = folder / f"worker-{os.getpid()}"
-    own.mkdir()
+    own = Path(tempfile.mkdtemp(prefix="worker-", dir=folder))
     watch = LeakProgress(
         doing=lambda what: tell(("doing", what)), step=lambda steps: tell(("step", steps))
     )
@@ -421,5 +481,5 @@ def _begin(settings: LeakSettings, folder: Path) -> None:
 
 def _attack(number: int) -> Outcome:
     (runner,) = _runner
-    found = runner.do(tasks_of(runner.settings)[number])
-    return replace(found, error=passed_on(found.error)) if isinstance(found, Lost) else found
+    name, found, trace = runner.do(tasks_of(runner.settings)[number])
+    return name, passed_on(found) if isinstance(found, BaseException) else found, trace

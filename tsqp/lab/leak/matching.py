@@ -9,13 +9,12 @@ among all tokens suffices; deeper, a search runs candidates behind what it has r
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -43,30 +42,26 @@ class Observed:
 
     `rows_RI`: what crossed, as floats; with more rows than tokens a mask has added some among them,
     and no row says which token's it is. `tokens`: of its step. `certain`: a relative distance that
-    only the right candidate comes below, by the digits that crossed. `used`: rows that belong to
-    tokens that were read.
+    only the right candidate comes below, by the digits that crossed. `left`: rows that belong to
+    no token that was read.
     """
 
     where: Where
     rows_RI: torch.Tensor
     tokens: int
     certain: float
-    used: set[int] = field(default_factory=set)
-
-    @property
-    def left(self) -> list[int]:
-        """The rows that belong to no token that was read."""
-        return [row for row in range(len(self.rows_RI)) if row not in self.used]
+    left: list[int]
 
 
 class Matcher(ABC):
-    """An invariant of a mask.
+    """An invariant of a mask, at one place.
 
     `ordered`: whether rows stand in the order of tokens, so that the first layer names each by
-    itself.
+    itself; otherwise any row that is left may be a token's.
     """
 
-    ordered: bool = True
+    def __init__(self, *, ordered: bool = True) -> None:
+        self.ordered = ordered
 
     @abstractmethod
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
@@ -90,33 +85,22 @@ class Matcher(ABC):
         return
 
 
+# Of the last tensor, such as a dictionary, that is asked about for every row.
+@lru_cache(maxsize=1)
 def squares(states_NX: torch.Tensor) -> torch.Tensor:
-    """Return |x|^2 of each candidate: [N], above 0."""
+    """Return |x|^2 of each candidate: [N], above 0. Do not write to what is returned."""
     lengths_N: torch.Tensor = torch.linalg.vector_norm(states_NX, dim=-1)
     return lengths_N.square().clamp(min=1e-30)
 
 
-class LastMade:
-    """What was made of the last tensor, such as a dictionary, that is asked about for every row."""
-
-    def __init__(self) -> None:
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def of(self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `make` makes of a tensor; it is called once for the same one."""
-        if self._last is None or self._last[0] is not x:
-            self._last = (x, make(x))
-        return self._last[1]
-
-
-def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
+def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
     """Return the Euclidean distance of every candidate from every row: [R, N].
 
     By one product, and near 0, where its digits cancel, by subtraction. `torch.cdist` copies the
     dictionary each time that it is asked.
     """
     squares_R1 = rows_RX.square().sum(-1, keepdim=True)
-    apart_RN = torch.addmm(squares_N, rows_RX, table_NX.T, alpha=-2.0)
+    apart_RN = torch.addmm(squares(table_NX), rows_RX, table_NX.T, alpha=-2.0)
     apart_RN = apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
     row_M, near_M = (apart_RN < _NEAR * squares_R1.sqrt()).nonzero(as_tuple=True)
     apart_RN[row_M, near_M] = torch.linalg.vector_norm(rows_RX[row_M] - table_NX[near_M], dim=-1)
@@ -124,64 +108,47 @@ def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor
 
 
 class FeatureMatcher(Matcher):
-    """Rows are compared one with one, by features that the mask leaves alone.
+    """Rows are compared one with one, by features that the mask leaves alone."""
 
-    `ordered` False: any row that is left may be the token's.
-    """
-
-    def __init__(self, *, ordered: bool = True) -> None:
-        self.ordered = ordered
-        self._features, self._squares = LastMade(), LastMade()
-
-    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+    def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
         return states_NI
 
-    def of_observed(self, where: Where, rows_RI: torch.Tensor) -> torch.Tensor:
+    def of_observed(self, rows_RI: torch.Tensor) -> torch.Tensor:
         """Return the same of what was observed."""
-        return self.of_candidates(where, rows_RI)
+        return self.of_candidates(rows_RI)
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.distances`: Euclidean, relative to the observed row."""
-        rows_RI = self.left(observed, token)
+        rows = slice(token, token + 1) if self.tells(observed) else observed.left
+        rows_RI = observed.rows_RI[rows]
         if not len(rows_RI):
             return torch.full((len(states_NI),), float("inf"))
-        return self._pairwise(observed.where, rows_RI, states_NI).amin(0)
+        return self.pairwise(self.of_observed(rows_RI), _features(self, states_NI)).amin(0)
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.look_up`: one product for all rows, where each is a token's."""
         if not self.tells(observed):
             return super().look_up(observed, table_VI)
-        return self._pairwise(observed.where, observed.rows_RI, table_VI)
-
-    def _pairwise(
-        self, where: Where, rows_RI: torch.Tensor, states_NI: torch.Tensor
-    ) -> torch.Tensor:
-        return self.pairwise(
-            self.of_observed(where, rows_RI),
-            self._features.of(states_NI, partial(self.of_candidates, where)),
-        )
+        return self.pairwise(self.of_observed(observed.rows_RI), _features(self, table_VI))
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """Return how far every candidate is from every row: [R, N], relative to the row."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
-        return apart(rows_RX, table_NX, self._squares.of(table_NX, squares)).div_(sizes_R1)
+        return apart(rows_RX, table_NX).div_(sizes_R1)
 
     def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
         """Use up the row that is nearest to what was taken."""
-        if self.ordered:
-            return
-        if left := observed.left:
-            rows = self.of_observed(observed.where, observed.rows_RI[left])
-            taken = self.of_candidates(observed.where, state_I[None])
-            observed.used.add(left[int(torch.cdist(taken, rows).argmin())])
+        if observed.left and not self.ordered:
+            rows = self.of_observed(observed.rows_RI[observed.left])
+            taken = self.of_candidates(state_I[None])
+            del observed.left[int(torch.cdist(taken, rows).argmin())]
 
-    def left(self, observed: Observed, token: int) -> torch.Tensor:
-        """Return the rows [R, I] that may be the token's: its own, or all that are left."""
-        rows_RI = observed.rows_RI
-        if self.tells(observed):
-            return rows_RI[token : token + 1]
-        return rows_RI[observed.left]
+
+@lru_cache(maxsize=1)
+def _features(matcher: FeatureMatcher, states_NI: torch.Tensor) -> torch.Tensor:
+    """Return what a matcher compares of candidates, remembered as `squares` are."""
+    return matcher.of_candidates(states_NI)
 
 
 def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
@@ -189,8 +156,8 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     call = step.at(where)
     if call is None:
         return None
-    certain = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED)
-    return Observed(where, view.rows(call), step.tokens, certain)
+    certain, rows_RI = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED), view.rows(call)
+    return Observed(where, rows_RI, step.tokens, certain, list(range(len(rows_RI))))
 
 
 # ------------------------------------------------------------------------------- the first layer
@@ -233,40 +200,40 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
 Among: TypeAlias = Callable[[TraceStep], torch.Tensor | None]
 
 
-def present(view: View, matcher: Matcher, work: Work) -> Among:
-    """Return what says which tokens may be among the rows of a step that stand in no order.
+def present(view: View, matcher: Matcher, work: Work, step: TraceStep) -> torch.Tensor | None:
+    """Return which tokens may be among the rows of a step that stand in no order.
 
-    What the first layer tells of a set: a token is in it or is not. Looked up once, for searches at
-    all places.
+    What the first layer tells of a set: a token is in it or is not.
     """
-
-    @cache
-    def among(step: TraceStep) -> torch.Tensor | None:
-        observed = observe(view, step, FIRST)
-        if observed is None:
-            return None
-        table_VD = view.public.dictionary_VD
-        distances_V = far_if_nan(matcher.distances(observed, 0, table_VD))
-        work.compared += len(table_VD)
-        if distances_V.isinf().all():  # says nothing: anything may be there
-            return None
-        order_V = distances_V.argsort()
-        inside = int((distances_V <= observed.certain).sum())
-        # Rounding can leave one that is there outside: as many as there are rows in any case.
-        return order_V[: max(inside, step.tokens)]
-
-    return among
+    observed = observe(view, step, FIRST)
+    if observed is None:
+        return None
+    table_VD = view.public.dictionary_VD
+    distances_V = far_if_nan(matcher.distances(observed, 0, table_VD))
+    work.compared += len(table_VD)
+    if distances_V.isinf().all():  # says nothing: anything may be there
+        return None
+    order_V = distances_V.argsort()
+    inside = int((distances_V <= observed.certain).sum())
+    # Rounding can leave one that is there outside: as many as there are rows in any case.
+    return order_V[: max(inside, step.tokens)]
 
 
 # ---------------------------------------------------------------------------------------- deeper
 
 
 class Matching(Attack):
-    """A family of attacks: what an invariant tells of the rows at every place."""
+    """A family of attacks: what an invariant tells of the rows at every place.
 
-    @abstractmethod
-    def matcher(self, view: View) -> Matcher:
-        """Return the invariant that rows are compared by."""
+    A subclass names its matcher, and whether rows stand in order: see `Matcher`.
+    """
+
+    compares: ClassVar[type[Matcher]]
+    ordered: ClassVar[bool] = True
+
+    def matcher(self, view: View, where: Where) -> Matcher:
+        """Return what rows are compared by at a place."""
+        return self.compares(ordered=self.ordered)
 
     def places(self, view: View) -> list[Where]:
         """Return where to compare."""
@@ -274,9 +241,12 @@ class Matching(Attack):
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look up in the first layer; search at every other place, where there are weights."""
-        matcher = self.matcher(view)
-        among = None if matcher.ordered else present(view, self.matcher(view), work)
+        among: Among | None = None
+        if not self.ordered:
+            # Looked up once, for searches at all places.
+            among = cache(partial(present, view, self.matcher(view, FIRST), work))
         for where in self.places(view):
+            matcher = self.matcher(view, where)
             if where in FIRST_PLACES:
                 yield from look_up(view, matcher, work, where)
             elif view.public.has_layers:
@@ -392,4 +362,4 @@ def _ratio(distances_N: torch.Tensor) -> float:
     if len(distances_N) < 2:
         return 1.0
     nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
-    return nearest / next_one if next_one and math.isfinite(next_one) else 1.0
+    return nearest / next_one if 0 < next_one < torch.inf else 1.0

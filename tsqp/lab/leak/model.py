@@ -6,7 +6,7 @@ Rates are shares of tokens, 0 to 1; every rate comes with its n. Intervals are W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ CONFIDENCE = 0.95
 LUCK = 1e-4
 _PLACES = 100
 _NEGLIGIBLE = 1e-12
+# More hits, and more tokens, than anybody will ever count.
+_MOST_HITS, _MOST_TOKENS = 2**30, 2**60
 
 
 # The adversaries; a service of two-server sees one share, the others both.
@@ -71,9 +73,6 @@ class Rate(_ReportModel):
     def high(self) -> float:
         """Upper end of the 95 % interval."""
         return wilson(self.hits, self.n)[1]
-
-    def __add__(self, other: Rate) -> Rate:
-        return Rate(hits=self.hits + other.hits, n=self.n + other.n)
 
 
 class Score(_ReportModel):
@@ -136,16 +135,12 @@ class Control(_ReportModel):
     published: float
     places: dict[str, Rate] = {}
 
-    @property
-    def worked(self) -> bool:
-        """Whether a low rate elsewhere means something."""
-        return self._enough(self.rate)
+    def works_at(self, where: str | None = None) -> bool:
+        """Whether it worked, so that a low rate elsewhere means something.
 
-    def works_at(self, where: str) -> bool:
-        """Whether it worked at this place; at the best one, where that place is none of its own."""
-        return self._enough(self.places.get(where, self.rate))
-
-    def _enough(self, rate: Rate) -> bool:
+        At a place; at the best one without it, and where it is none of the control's.
+        """
+        rate = self.places.get(where or "", self.rate)
         return rate.n >= _LEAST_CONTROL and rate.hits >= self.published * rate.n
 
 
@@ -165,12 +160,6 @@ class AttackRun(_ReportModel):
     compared: int
     modelled: int
     cpu_s: float
-
-    @property
-    def best(self) -> Score | None:
-        """The place of which most was read, of those that mean something."""
-        scores = self.meaningful or self.scores
-        return max(scores, key=lambda score: score.strength, default=None)
 
     @property
     def meaningful(self) -> tuple[Score, ...]:
@@ -198,7 +187,7 @@ class AttackRun(_ReportModel):
         """Whether it works where it must, and gave up here, wherever it looked."""
         return (
             self.control is not None
-            and self.control.worked
+            and self.control.works_at()
             and bool(self.scores)
             and all(score.gave_up for score in self.scores)
         )
@@ -333,19 +322,15 @@ class PolicyLeak(_ReportModel):
         return max(found, default=None)
 
 
-class Harm(_ReportModel):
-    """Perplexity of a text, and the error of logits: relative, root of the mean square."""
-
-    perplexity: float
-    output_error: float
-
-
-class Point(Harm):
+class Point(_ReportModel):
     """One strength of noise: what is read, and what becomes of the output.
 
+    `perplexity`: of a text; `output_error`: of logits, relative, root of the mean square.
     `strength`: in the curve's parameter, infinite (as epsilon) without noise; `sigma`: the mask's.
     """
 
+    perplexity: float
+    output_error: float
     strength: float
     sigma: float
     rate: Rate
@@ -433,16 +418,12 @@ def by_luck(hits: int, n: int, chance: float) -> float:
     if chance <= 0:
         return 0.0
     log_hit, log_miss = math.log(chance), math.log1p(-chance)
-
-    def log_term(count: int) -> float:
-        ways = math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
-        return ways + count * log_hit + (n - count) * log_miss
-
     total = 0.0
     for count in range(hits, n + 1):
-        term = math.exp(log_term(count))
+        log_ways = math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
+        term = math.exp(log_ways + count * log_hit + (n - count) * log_miss)
         total += term
-        if count > chance * n and term < total * _NEGLIGIBLE:  # and all behind it still smaller
+        if count > chance * n and term <= total * _NEGLIGIBLE:  # and all behind it still smaller
             break
     return min(1.0, total)
 
@@ -454,23 +435,12 @@ def needed(margin: float, chance: float = 0.0) -> int:
     through a hundred places. With a chance of 0 nothing is ever right.
     """
 
+    def fewest(hits: int) -> int:
+        """Return the fewest tokens of which so many may be hit for such an upper end."""
+        some = range(hits + 1, _MOST_TOKENS)
+        return some[bisect_left(some, True, key=lambda n: wilson(hits, n)[1] - chance <= margin)]
+
     def enough(hits: int) -> bool:
-        return by_luck(hits + 1, _fewest(hits, margin, chance), chance) <= LUCK / _PLACES
+        return by_luck(hits + 1, fewest(hits), chance) <= LUCK / _PLACES
 
-    return _fewest(_first(enough, 0), margin, chance)
-
-
-def _fewest(hits: int, margin: float, chance: float) -> int:
-    """Return the fewest tokens of which so many may be hit for such an upper end."""
-    return _first(lambda n: wilson(hits, n)[1] - chance <= margin, hits + 1)
-
-
-def _first(holds: Callable[[int], bool], least: int) -> int:
-    """Return the first number from `least` on that something holds for, as for all behind it."""
-    low, high = least - 1, least
-    while not holds(high):
-        low, high = high, 2 * high + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    return fewest(bisect_left(range(_MOST_HITS), True, key=enough))

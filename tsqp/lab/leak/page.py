@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
@@ -114,7 +114,8 @@ def cost_against_leakage(
 ) -> Picture | None:
     """Draw each policy's overhead beside its best rate; None where no policy has both.
 
-    `cost_of`, `read_of`: what to write at the axes where cost and rate are of different models.
+    `cost_of`, `read_of`: what to write behind the axes' names, as in " (demo)", where cost and rate
+    are of different models.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
@@ -126,12 +127,14 @@ def cost_against_leakage(
     shown.sort(key=lambda one: one.cost.overhead_ms if one.cost else 0.0)
     names, places = [one.policy for one in shown], range(len(shown))
     costs = [one.cost.overhead_ms if one.cost else 0.0 for one in shown]
-    kinds = [_KINDS[_kind(one)] for one in shown]
+    kinds = [
+        _KINDS["nothing" if one.nothing is not None else "reads" if one.above_chance else "chance"]
+        for one in shown
+    ]
     scores = [score for one in shown if (score := judged(one)) is not None]
     with drawing(1.5 + 0.27 * len(shown)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         left.barh(places, costs, height=0.6, color="#b9c2ca")
-        left.set_xlabel(f"overhead of a decoded token, ms{_of(cost_of)}")
         if min(costs) > 0 and max(costs) / min(costs) > 8:
             left.set_xscale("log")
         left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -142,10 +145,14 @@ def cost_against_leakage(
         if scores:
             chance = max(score.chance for score in scores)
             right.axvline(chance * 100, color="#999999", linewidth=0.8, linestyle="--")
-        right.set_xlabel(f"tokens read by the best attack{_of(read_of)}")
+        right.set_xlabel(f"tokens read by the best attack{read_of}")
         _percents(right, "x")
-        left.set_yticks(places, names)
-        left.set_ylim(len(shown) - 0.4, -0.6)
+        left.set(
+            xlabel=f"overhead of a decoded token, ms{cost_of}",
+            yticks=places,
+            yticklabels=names,
+            ylim=(len(shown) - 0.4, -0.6),
+        )
         for axis in (left, right):
             axis.tick_params(axis="y", length=0)
             axis.grid(axis="both" if axis is right else "x")
@@ -155,16 +162,6 @@ def cost_against_leakage(
         ]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
         return picture(figure, "Cost against leakage", _COST_CAPTION)
-
-
-def _kind(policy: PolicyLeak) -> str:
-    if policy.nothing is not None:
-        return "nothing"
-    return "reads" if policy.above_chance else "chance"
-
-
-def _of(what: str) -> str:
-    return f" ({what})" if what else ""
 
 
 def _rates(
@@ -221,9 +218,8 @@ def curve(made: Curve) -> Picture | None:
     harm = "output error" if made.parameter == "sigma" else "perplexity"
     with drawing(3.6, 5.6) as figure:
         left = figure.subplots()
-        left.set_xscale("log")
         less = " (smaller: more noise)" if made.parameter == "epsilon" else " of the noise"
-        left.set_xlabel(f"{made.parameter}{less}")
+        left.set(xscale="log", xlabel=f"{made.parameter}{less}")
         places = [point.strength for point in read]
         _rates(left, places, [point.rate for point in read], _READS, "o")
         chances = [point.chance * 100 for point in read]
@@ -275,29 +271,19 @@ _SVG = """\
 
 
 @dataclass(frozen=True)
-class Passage:
-    """The prompt or the answer: of each token what was said, what was read, whether it is right.
-
-    `more`: how many tokens are left out; empty if none are.
-    """
-
-    name: str
-    tokens: tuple[tuple[str, str, bool], ...]
-    more: str
-
-
-@dataclass(frozen=True)
 class Panel:
     """A policy, its verdict, and a session as its best attack reads it, unless there is none.
 
     `outcome`: how much was read, by which attack; empty without one. `unseen`: what stayed.
+    `parts`: the prompt and the answer: the name, of each token what was said, what was read, and
+    whether it is right, and how many tokens are left out; empty if none are.
     """
 
     policy: str
     verdict: str
     outcome: str = ""
     unseen: str = ""
-    parts: tuple[Passage, ...] = ()
+    parts: tuple[tuple[str, tuple[tuple[str, str, bool], ...], str], ...] = ()
 
 
 def panels(report: LeakReport, *, ascii_only: bool = False) -> list[Panel]:
@@ -328,7 +314,7 @@ def _panel(policy: PolicyLeak, ascii_only: bool) -> Panel:
             for piece in pieces[:_MOST_TOKENS]
         )
         left = len(pieces) - len(tokens)
-        parts += [Passage(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
+        parts += [(name, tokens, f" (and {left:,} more)" if left else "")] if tokens else []
     return Panel(policy.title, verdict(policy), outcome, unseen, tuple(parts))
 
 
@@ -355,27 +341,25 @@ def draw(
     On a console without colours wrong tokens are in brackets, and brackets of the text are escaped.
     """
     marked = console.color_system is None or console.no_color
-    head = Table.grid(expand=True)
-    head.add_column()
-    head.add_column(justify="right")
+    head = Table.grid(Column(), Column(justify="right"), expand=True)
     head.add_row(Text(panel.policy, style="bold"), panel.verdict)
     console.print("", head, Rule(style="dim", characters="\u2500"))
     if not panel.outcome:
         console.print(Text("There is nothing to show as read.", style="dim"))
         return
     console.print(Text("\n".join(filter(None, (panel.outcome, panel.unseen))), style="dim"))
-    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    table.add_column(ratio=1, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
-    for part in panel.parts:
+    halves = (Column(ratio=1, overflow="fold") for _ in range(2))
+    table = Table.grid(*halves, expand=True, padding=(0, 2, 0, 0))
+    for name, tokens, more in panel.parts:
         real, read = Text(), Text()
-        for token, guess, is_right in part.tokens:
+        for token, guess, is_right in tokens:
             real.append(_escaped(token) if marked else token, style=said)
             shown = _escaped(guess) if marked and guess != _NO_GUESS else guess
             bare = is_right or not marked or guess == _NO_GUESS
             read.append(shown if bare else f"[{shown}]", style=right if is_right else wrong)
-        name = f"{part.name}{part.more}"
-        table.add_row(*(Text(f"{name}, as it was {end}", style="dim") for end in ("said", "read")))
+        table.add_row(
+            *(Text(f"{name}{more}, as it was {end}", style="dim") for end in ("said", "read"))
+        )
         table.add_row(real, read)
     console.print(table)
 

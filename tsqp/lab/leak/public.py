@@ -6,10 +6,9 @@ heads, K key/value heads, G query heads a key/value head, C head dim, S tokens b
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,14 +50,13 @@ _MATHS = SimpleNamespace(
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Tokens that an attacker believes it has read, with their keys and values [K, S, C].
+    """Tokens that an attacker believes it has read, with their keys and values [2, K, S, C].
 
     `logits_V`: what the public model says comes next; None for no tokens.
     """
 
     token_ids: tuple[int, ...]
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    cached: tuple[torch.Tensor, ...]
     logits_V: torch.Tensor | None
 
 
@@ -67,19 +65,18 @@ class States:
     """What the public model computes for candidates behind a prefix.
 
     `inputs`: of every linear operator, [N, I], and of each layer, as a segment from there on gets
-    them; `hidden_ND`: behind the last layer; `keys`, `values`: of the candidates alone, [N, K, C] a
-    layer.
+    them; `hidden_ND`: behind the last layer; `cached`: keys and values of the candidates alone,
+    [2, N, K, C] a layer.
     """
 
     inputs: dict[Where, torch.Tensor]
     hidden_ND: torch.Tensor
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    cached: tuple[torch.Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Size in memory."""
-        held = (*self.inputs.values(), self.hidden_ND, *self.keys, *self.values)
+        held = (*self.inputs.values(), self.hidden_ND, *self.cached)
         return sum(tensor.nbytes for tensor in held)
 
 
@@ -106,14 +103,9 @@ class PublicModel:
         self._calibration = calibration
         self._linear_config = self.config if served is None else read_config(served)
         self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
-        self._linears: dict[Site, FusedLinear] = {}
-        self._kept: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], States] = OrderedDict()
+        self._linear = cache(partial(load_linear, self._linear_checkpoint, self._linear_config))
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], States] = {}
         self._kept_bytes = 0
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
 
     @property
     def has_layers(self) -> bool:
@@ -135,7 +127,7 @@ class PublicModel:
             front = self.tokenizer.encode("")
         except ModelError:
             return None
-        return front[0] if front and front[0] < self.vocab_size else None
+        return front[0] if front and front[0] < self.config.vocab_size else None
 
     @cached_property
     def light(self) -> TeeModel:
@@ -174,32 +166,17 @@ class PublicModel:
         """Return what one step of a site's integers stands for. Raises CalibrationError."""
         return self._scales.sites[site].input_scale
 
-    def encode(self, site: Site, x_NI: torch.Tensor) -> torch.Tensor:
-        """Turn inputs into the integers that the TEE makes of them. Raises CalibrationError."""
-        scaled_NI = x_NI.to(torch.float32).div(self.input_scale(site)).round_()
-        return scaled_NI.to(torch.int32)
-
     def linear(self, layer: int, operator: LinearOperator) -> FusedLinear:
         """Return the weights of an operator, float32."""
-        site = (layer, operator)
-        if site not in self._linears:
-            self._linears[site] = load_linear(
-                self._linear_checkpoint,
-                self._linear_config,
-                layer,
-                operator,
-                dtype=torch.float32,
-                device=CPU,
-            )
-        return self._linears[site]
+        return self._linear(layer, operator, dtype=torch.float32, device=CPU)
 
     # ----------------------------------------------------------------- the public model, running
 
     def nothing(self) -> Prefix:
         """Return the prefix of no tokens."""
         _, K, C = self.config.heads
-        empty = tuple(torch.empty(K, 0, C) for _ in range(self.config.num_hidden_layers))
-        return Prefix((), empty, empty, None)
+        empty = tuple(torch.empty(2, K, 0, C) for _ in range(self.config.num_hidden_layers))
+        return Prefix((), empty, None)
 
     def states(self, prefix: Prefix, candidates: Sequence[int], *, keep: bool = False) -> States:
         """Run candidates for the next token through all layers, side by side.
@@ -209,21 +186,19 @@ class PublicModel:
         far as there is room. Do not write to what is returned.
         """
         key = (prefix.token_ids, tuple(candidates))
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        states = self._run(prefix, candidates)
-        if keep:
+        known = self._kept.pop(key, None)
+        states = self._run(prefix, candidates) if known is None else known
+        if keep or known is not None:
+            # Behind all others: what was asked for longest ago goes first.
             self._kept[key] = states
-            self._kept_bytes += states.nbytes
+            self._kept_bytes += states.nbytes if known is None else 0
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                _, dropped = self._kept.popitem(last=False)
-                self._kept_bytes -= dropped.nbytes
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
         return states
 
     def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:
         inputs: dict[Where, torch.Tensor] = {}
-        keys, values = [], []
+        cached = []
 
         def kept(layer: int, operator: LinearOperator) -> Call:
             def call(x_NI: torch.Tensor) -> torch.Tensor:
@@ -242,12 +217,24 @@ class PublicModel:
         async def attention(
             layer: Layer, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, _: None
         ) -> torch.Tensor:
-            # Copies, or what is remembered would hold the queries as well.
-            keys.append(k_NKC.contiguous())
-            values.append(v_NKC.contiguous())
-            return self._attended(prefix, layer.index, q_NHC, k_NKC, v_NKC)
+            # A copy, or what is remembered would hold the queries as well.
+            cached.append(torch.stack([k_NKC, v_NKC]))
+            # Each candidate's, over the prefix and itself: [N, H * C].
+            N, G = len(q_NHC), H // K
+            window = config.sliding_windows[layer.index]
+            start = 0 if window is None else max(0, position - window + 1)
+            k_KSC, v_KSC = prefix.cached[layer.index][:, :, start:].unbind()
+            q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
+            before_KNS = q_KNGC @ k_KSC.transpose(1, 2)
+            own_KN1 = (q_KNGC.view(K, N, G, C) * k_NKC.transpose(0, 1)[:, :, None]).sum(-1)
+            scores = torch.cat([before_KNS, own_KN1.reshape(K, N * G, 1)], dim=-1).softmax(-1)
+            out_KNC = scores[..., :-1] @ v_KSC
+            own_KNGC = v_NKC.transpose(0, 1)[:, :, None].expand(K, N, G, C).reshape(K, N * G, C)
+            out_KNC = out_KNC + scores[..., -1:] * own_KNGC
+            return out_KNC.view(K, N, G * C).transpose(0, 1).reshape(N, H * C)
 
         config, position = self.config, len(prefix.token_ids)
+        H, K, C = config.heads
         layers = [
             Layer(index=index, **bound(norms, config, _MATHS))
             for index, norms in enumerate(self.light.norms)
@@ -260,17 +247,18 @@ class PublicModel:
         rope = self.light.rope.of([(position, position + 1, position + 1)])
         entering = torch.as_tensor(candidates)
         hidden_ND = finish(forward(entering, list(map(entered, layers)), rope, ops, None))
-        return States(inputs, hidden_ND, tuple(keys), tuple(values))
+        return States(inputs, hidden_ND, tuple(cached))
 
     def extend(self, prefix: Prefix, token_id: int) -> Prefix:
         """Take a token as read."""
         states = self.states(prefix, [token_id], keep=True)
-        return Prefix(
-            (*prefix.token_ids, token_id),
-            _behind(prefix.keys, states.keys),
-            _behind(prefix.values, states.values),
-            self.logits(states.hidden_ND)[0],
+        # Behind what was cached, in every layer, the one candidate's [2, 1, K, C].
+        cached = tuple(
+            torch.cat([before, own.transpose(1, 2)], dim=2)
+            for before, own in zip(prefix.cached, states.cached, strict=True)
         )
+        logits_V = self.logits(states.hidden_ND)[0]
+        return Prefix((*prefix.token_ids, token_id), cached, logits_V)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V] of states behind the last layer."""
@@ -284,40 +272,7 @@ class PublicModel:
         """
         if prefix.logits_V is not None:
             return prefix.logits_V.argsort(descending=True)
-        ids_V, first = torch.arange(self.vocab_size), self.first_id
+        ids_V, first = torch.arange(self.config.vocab_size), self.first_id
         if first is not None:
             ids_V[: first + 1] = ids_V[: first + 1].roll(1)
         return ids_V
-
-    def _attended(
-        self,
-        prefix: Prefix,
-        layer: int,
-        q_NHC: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKC: torch.Tensor,
-    ) -> torch.Tensor:
-        """Each candidate's attention over the prefix and itself: [N, H * C]."""
-        H, K, C = self.config.heads
-        N, G = len(q_NHC), H // K
-        window = self.config.sliding_windows[layer]
-        start = 0 if window is None else max(0, len(prefix.token_ids) - window + 1)
-        k_KSC, v_KSC = prefix.keys[layer][:, start:], prefix.values[layer][:, start:]
-        q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
-        before_KNS = q_KNGC @ k_KSC.transpose(1, 2)
-        own_KN1 = (q_KNGC.view(K, N, G, C) * k_NKC.transpose(0, 1)[:, :, None]).sum(-1)
-        scores = torch.cat([before_KNS, own_KN1.reshape(K, N * G, 1)], dim=-1).softmax(-1)
-        out_KNC = scores[..., :-1] @ v_KSC
-        own_KNGC = v_NKC.transpose(0, 1)[:, :, None].expand(K, N, G, C).reshape(K, N * G, C)
-        out_KNC = out_KNC + scores[..., -1:] * own_KNGC
-        return out_KNC.view(K, N, G * C).transpose(0, 1).reshape(N, H * C)
-
-
-def _behind(
-    before: tuple[torch.Tensor, ...], own: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Append the one candidate's [1, K, C] to [K, S, C], in every layer."""
-    return tuple(
-        torch.cat([old_KSC, new_NKC.transpose(0, 1)], dim=1)
-        for old_KSC, new_NKC in zip(before, own, strict=True)
-    )

@@ -23,7 +23,7 @@ from gpu_side.session_cache import CacheShape, SessionName, SpilledSession, Wind
 from gpu_side.sessions import SegmentPart
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
-from protocol.errors import ErrorCode, PromptError, ProtocolError, ServiceError
+from protocol.errors import ErrorCode, ProtocolError, ServiceError
 from protocol.messages import (
     HealthRequest,
     Request,
@@ -59,28 +59,26 @@ SERVED, KEY = "served", "key"
 
 
 class RecordingChannel(AtOnce):
-    """A `Channel` to a service's operators in this process; keeps all that reached it."""
+    """A `Channel` to a service's operators in this process; keeps all that reached it.
+
+    `recorded`: the requests that have come since the last trace was taken.
+    """
 
     def __init__(self, weights: ServiceWeights | Served, endpoint: str = "recording") -> None:
         super().__init__(endpoint)
         self._handler = RequestHandler(weights, DEFAULT_MAX_MESSAGE_BYTES)
-        self._recorded: list[tuple[bytes, ...]] = []
-
-    @property
-    def recorded(self) -> int:
-        """How many requests have come since the last trace was taken."""
-        return len(self._recorded)
+        self.recorded: list[tuple[bytes, ...]] = []
 
     def take(self) -> Trace:
         """Return what has come since this was last called."""
-        trace, self._recorded = Trace(tuple(self._recorded)), []
+        trace, self.recorded = Trace(tuple(self.recorded)), []
         return trace
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Answer at once, and keep the reply until it is waited for. Raises ServiceError."""
         self._submitted += 1
         sent = _copied(encode_request(request, self._submitted, _TIMEOUT_MS))
-        self._recorded.append(tuple(bytes(frame) for frame in sent))
+        self.recorded.append(tuple(bytes(frame) for frame in sent))
         opened = open_request(sent, DEFAULT_MAX_MESSAGE_BYTES)
         result: Response | ErrorCode
         try:
@@ -240,25 +238,60 @@ def play(
     """Run every prompt, one after another, each a session of its own.
 
     `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
-    and PromptError.
+    PromptError, and TraceError.
     """
-    PromptError.unless(bool(prompts), "prompts", "none", "at least one")
-    with _stage(policy, settings) as stage:
-        engine = Engine(stage.model, stage.lanes)
-        config = stage.model.config
+    with _stage(policy, settings) as (model, lanes, channels, served):
+        engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
-        in_segments = bool(policy.segments(config.num_hidden_layers))
         sessions = []
         for done, prompt in enumerate(prompts):
             sampling = SamplingSettings(temperature=settings.temperature, seed=settings.seed + done)
-            session = _session(engine, stage.channels, added, prompt, settings.new_tokens, sampling)
-            if in_segments:
-                (service,), (trace,) = stage.channels, session.traces
+            sequence = engine.add(
+                prompt,
+                max_new_tokens=settings.new_tokens,
+                sampling=sampling,
+                eos_token_ids=frozenset(),
+            )
+            parts: list[tuple[int, int]] = []
+            before, start = sum(len(c.recorded) for c in channels), 0
+            for _ in engine.run([sequence]):
+                after, end = sum(len(c.recorded) for c in channels), sequence.cache.length
+                if after > before:
+                    parts.append((start, end))
+                before, start = after, end
+            traces = tuple(Trace(channel.take().messages, added) for channel in channels)
+            every = sequence.ids
+            steps = traces[0].steps if traces else ()
+            if len(steps) == len(parts):
+                # Of an LM head alone the last token, whose row it gets; else all of a step.
+                parts = [
+                    (max(start, end - step.tokens), end)
+                    for (start, end), step in zip(parts, steps, strict=True)
+                ]
+            positions = [position for part in parts for position in range(*part)]
+            for channel, trace in zip(channels, traces, strict=True):
+                TraceError.unless(
+                    trace.tokens == len(positions),
+                    channel.endpoint,
+                    f"requests about {trace.tokens} tokens, by their rows",
+                    f"{len(positions)}, which went through the model: steps of this policy"
+                    " cannot be told apart, or what its mask adds cannot",
+                )
+            truth = Truth(
+                prompt=tuple(prompt),
+                answer=tuple(sequence.token_ids),
+                sent=tuple(every[position] for position in positions),
+                answers=tuple(position >= len(prompt) for position in positions),
+                last=every[positions[-1] + 1] if positions else None,
+            )
+            session = RecordedSession(traces, truth)
+            if policy.segments(config.num_hidden_layers):
+                (service,), (trace,) = channels, session.traces
                 disk = service.disk_of(trace, config.context_length, settings.folder)
                 session = replace(session, disk=disk)
             sessions.append(session)
             progress(done + 1, len(prompts))
-    return Recording(policy, stage.served, tuple(sessions))
+    return Recording(policy, served, tuple(sessions))
 
 
 def logits_of(
@@ -269,12 +302,12 @@ def logits_of(
     One step a text. Raises as `play`.
     """
     found = []
-    with _stage(policy, settings) as stage:
+    with _stage(policy, settings) as (model, lanes, _, _):
         for ids in texts:
-            cache = KVCache(stage.model.config, len(ids), stage.model.dtype)
+            cache = KVCache(model.config, len(ids), model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
             batch = Batch(torch.tensor(list(ids)), chunks, tuple(range(len(ids))))
-            ((logits_NV, _),) = run_step([Part(batch, "prefill")], stage.lanes)
+            ((logits_NV, _),) = run_step([Part(batch, "prefill")], lanes)
             found.append(logits_NV.float())
     return found
 
@@ -296,94 +329,43 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
     }
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """The trusted side, put together as `Runner` does, over services that record."""
-
-    model: TeeModel
-    lanes: list[MicroBatchOperators]
-    channels: tuple[RecordingChannel, ...]
-    served: Path
-
-
 @contextmanager
-def _stage(policy: Policy, settings: PlaySettings) -> Iterator[_Stage]:
+def _stage(
+    policy: Policy, settings: PlaySettings
+) -> Iterator[tuple[TeeModel, list[MicroBatchOperators], tuple[RecordingChannel, ...], Path]]:
+    """Put the trusted side together as `Runner` does, over services that record.
+
+    Gives its model and lanes, the services, and the model directory that they were given.
+    """
     config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)
-
-    def assembled(masks: MaskSettings) -> Assembly:
-        return Assembly(policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS)
-
-    served = settings.model
-    if policy.feature_mask is None:
-        assembly = assembled(settings.masks)
-    else:
-        served, key = settings.folder / SERVED, settings.folder / KEY
+    served, masks, key = settings.model, settings.masks, settings.folder / KEY
+    if policy.feature_mask is not None:
+        served = settings.folder / SERVED
         provision(settings.model, policy.feature_mask, served, key)
-        try:
-            assembly = assembled(replace(settings.masks, key=key))
-        finally:
-            # It has been read. An attack is given `served`, and would find the key beside it.
-            key.unlink()
+        masks = replace(masks, key=key)
+    try:
+        assembly = Assembly(
+            policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS
+        )
+    finally:
+        # It has been read. An attack is given `served`, and would find the key beside it.
+        key.unlink(missing_ok=True)
     try:
         channels: tuple[RecordingChannel, ...] = ()
         if policy.services:
             weights = load_weights(
                 served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic]
             )
-            names = (f"service {number}" for number in range(1, policy.services + 1))
-            channels = tuple(RecordingChannel(weights, name) for name in names)
-        yield _Stage(model, assembly.lanes(lambda _layer: channels), channels, served)
+            channels = tuple(
+                RecordingChannel(weights, f"service {number + 1}")
+                for number in range(policy.services)
+            )
+        yield model, assembly.lanes(lambda _layer: channels), channels, served
     finally:
         assembly.close()
-
-
-def _session(
-    engine: Engine,
-    channels: Sequence[RecordingChannel],
-    added: Added,
-    prompt: Sequence[int],
-    new_tokens: int,
-    sampling: SamplingSettings,
-) -> RecordedSession:
-    sequence = engine.add(
-        prompt, max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=frozenset()
-    )
-    parts: list[tuple[int, int]] = []
-    before, start = sum(c.recorded for c in channels), 0
-    for _ in engine.run([sequence]):
-        after, end = sum(c.recorded for c in channels), sequence.cache.length
-        if after > before:
-            parts.append((start, end))
-        before, start = after, end
-    traces = tuple(Trace(channel.take().messages, added) for channel in channels)
-    every = sequence.ids
-    steps = traces[0].steps if traces else ()
-    if len(steps) == len(parts):
-        # Of an LM head alone the last token, whose row it gets; else all of a step.
-        parts = [
-            (max(start, end - step.tokens), end)
-            for (start, end), step in zip(parts, steps, strict=True)
-        ]
-    positions = [position for part in parts for position in range(*part)]
-    for channel, trace in zip(channels, traces, strict=True):
-        TraceError.unless(
-            trace.tokens == len(positions),
-            channel.endpoint,
-            f"requests about {trace.tokens} tokens, by their rows",
-            f"{len(positions)}, which went through the model: steps of this policy"
-            " cannot be told apart, or what its mask adds cannot",
-        )
-    truth = Truth(
-        prompt=tuple(prompt),
-        answer=tuple(sequence.token_ids),
-        sent=tuple(every[position] for position in positions),
-        answers=tuple(position >= len(prompt) for position in positions),
-        last=every[positions[-1] + 1] if positions else None,
-    )
-    return RecordedSession(traces, truth)
 
 
 # ------------------------------------------------------------------------------------- adversaries

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -14,7 +13,7 @@ from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tsqp.lab.leak.attack import TOP, AttackError, Reading
-from tsqp.lab.leak.model import AttackRun, Harm, Lengths, Piece, Point, Rate, Reconstruction, Score
+from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordedSession, Truth, with_masks
 from tsqp.lab.leak.trace import Trace
@@ -24,47 +23,23 @@ from tsqp.lab.research.feature_masks import RotationMask
 _RATES = ("top1", "top5", "prompt", "answer", "whole")
 
 
-@dataclass
-class _Tally:
-    rates: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in _RATES})
-    by_chance: float = 0.0
-    guessed: int = 0
-    hit: set[int] = field(default_factory=set)
-
-    def add(self, rate: str, hit: bool) -> None:
-        self.rates[rate][0] += hit
-        self.rates[rate][1] += 1
-
-
 def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, ...]:
     """Score readings of all sessions, place by place, in the order of their first appearance.
 
     Raises AttackError for what would be counted twice, or is about nothing.
     """
-    tallies: dict[str, _Tally] = {}
-    streams = [stream(truth) for truth in truths]
-    seen: set[tuple[str, int]] = set()
+    places: dict[str, dict[int, Reading]] = {}
     for reading in readings:
-        key = (reading.where, reading.session)
+        seen, session = places.setdefault(reading.where, {}), reading.session
         AttackError.unless(
-            key not in seen and 0 <= reading.session < len(truths) and reading.tokens.start >= 0,
-            f"reading of session {reading.session} at {reading.where}",
-            f"tokens {reading.tokens}" + (", a second time" if key in seen else ""),
+            session not in seen and 0 <= session < len(truths) and reading.tokens.start >= 0,
+            f"reading of session {session} at {reading.where}",
+            f"tokens {reading.tokens}" + (", a second time" if session in seen else ""),
             f"each place once in each of {len(truths)} sessions, tokens counted from 0",
         )
-        seen.add(key)
-        tally = tallies.setdefault(reading.where, _Tally())
-        _count(tally, reading, streams)
-    return tuple(
-        Score(
-            where=where,
-            **{name: Rate(hits=hits, n=n) for name, (hits, n) in tally.rates.items()},
-            chance=tally.by_chance / max(1, tally.rates["top1"][1]),
-            guessed=tally.guessed,
-            kinds=len(tally.hit),
-        )
-        for where, tally in tallies.items()
-    )
+        seen[session] = reading
+    streams = [stream(truth) for truth in truths]
+    return tuple(_score(where, seen, streams) for where, seen in places.items())
 
 
 def stream(truth: Truth) -> list[tuple[int, bool]]:
@@ -76,28 +51,41 @@ def stream(truth: Truth) -> list[tuple[int, bool]]:
     return found if truth.last is None else [*found, (truth.last, True)]
 
 
-def _count(tally: _Tally, reading: Reading, streams: Sequence[list[tuple[int, bool]]]) -> None:
-    own = streams[reading.session]
-    others = [one for index, one in enumerate(streams) if index != reading.session]
-    tried = [index for index in reading.tokens if index < len(own)]
-    right = set()
-    for index in tried:
-        token, is_answer = own[index]
-        guesses = reading.guesses.get(index, ())[:TOP]
-        hit = bool(guesses) and guesses[0] == token
-        tally.add("top1", hit)
-        tally.add("top5", token in guesses)
-        tally.add("answer" if is_answer else "prompt", hit)
-        if hit:
-            right.add(index)
-            tally.hit.add(token)
-        if guesses:
-            tally.guessed += 1
-            there = [one[index][0] for one in others if index < len(one)]
-            tally.by_chance += sum(t == guesses[0] for t in there) / max(1, len(there))
-    prompt = {index for index, (_, is_answer) in enumerate(own) if not is_answer}
-    if prompt and prompt.issubset(tried):
-        tally.add("whole", prompt <= right)
+def _score(
+    where: str, readings: Mapping[int, Reading], streams: Sequence[list[tuple[int, bool]]]
+) -> Score:
+    """Score the readings at a place, by their sessions."""
+    flags: dict[str, list[bool]] = {name: [] for name in _RATES}
+    guessed, by_chance, kinds = 0, 0.0, set[int]()
+    for session, reading in readings.items():
+        own = streams[session]
+        others = [one for index, one in enumerate(streams) if index != session]
+        tried = [index for index in reading.tokens if index < len(own)]
+        right = set()
+        for index in tried:
+            token, is_answer = own[index]
+            guesses = reading.guesses.get(index, ())[:TOP]
+            hit = bool(guesses) and guesses[0] == token
+            flags["top1"].append(hit)
+            flags["top5"].append(token in guesses)
+            flags["answer" if is_answer else "prompt"].append(hit)
+            if hit:
+                right.add(index)
+                kinds.add(token)
+            if guesses:
+                guessed += 1
+                there = [one[index][0] for one in others if index < len(one)]
+                by_chance += sum(t == guesses[0] for t in there) / max(1, len(there))
+        prompt = {index for index, (_, is_answer) in enumerate(own) if not is_answer}
+        if prompt and prompt.issubset(tried):
+            flags["whole"].append(prompt <= right)
+    return Score(
+        where=where,
+        **{name: Rate(hits=sum(own), n=len(own)) for name, own in flags.items()},
+        chance=by_chance / max(1, len(flags["top1"])),
+        guessed=guessed,
+        kinds=len(kinds),
+    )
 
 
 def reconstruct(
@@ -106,15 +94,13 @@ def reconstruct(
     where: str,
     truths: Sequence[Truth],
     public: PublicModel,
-) -> Reconstruction | None:
+) -> Reconstruction:
     """Return the first session that was read at a place, token by token.
 
     A token alone is decoded for each piece; bytes that are no character yet are shown as such.
     """
     own = (reading for reading in readings if reading.where == where)
-    reading = min(own, key=lambda one: one.session, default=None)
-    if reading is None:
-        return None
+    reading = min(own, key=lambda one: one.session)
     truth = truths[reading.session]
     tokens = stream(truth)
     pieces = []
@@ -197,27 +183,26 @@ def with_sigma(policy: Policy, sigma: float) -> Policy:
     return with_masks(policy, changed)
 
 
-def strength(policy: Policy, sigma: float, public: PublicModel) -> float:
-    """Return epsilon of a row where the mask can state it, sigma otherwise.
+def strength(policy: Policy, sigma: float, public: PublicModel) -> tuple[str, float]:
+    """Return "epsilon", and that of a row, where the mask can state it; "sigma" otherwise.
 
     Of a segment's first layer: the rows of the embedding have a longest one.
     """
     mask = noisy_mask(policy)
     if not isinstance(mask, RotationMask):
-        return sigma
+        return _SIGMA, sigma
     lengths_V = torch.linalg.vector_norm(public.embedding_VD, dim=1)
-    return mask.epsilon(mask.longest_row(public.config, lambda: float(lengths_V.max())))
-
-
-def parameter(policy: Policy) -> str:
-    """Name what `strength` is."""
-    return "epsilon" if isinstance(noisy_mask(policy), RotationMask) else "sigma"
+    epsilon = mask.epsilon(mask.longest_row(public.config, lambda: float(lengths_V.max())))
+    return "epsilon", epsilon
 
 
 def harm(
     texts: Sequence[Sequence[int]], plain: Sequence[torch.Tensor], noisy: Sequence[torch.Tensor]
-) -> Harm:
-    """Compare logits [T, V] of each text with those without noise."""
+) -> tuple[float, float]:
+    """Compare logits [T, V] of each text with those without noise.
+
+    Returns the perplexity, and the error of logits: relative, root of the mean square.
+    """
     loss, tokens, error, size = 0.0, 0, 0.0, 0.0
     for ids, plain_TV, noisy_TV in zip(texts, plain, noisy, strict=True):
         following = torch.tensor(list(ids[1:]))
@@ -226,22 +211,4 @@ def harm(
         tokens += len(following)
         error += float((noisy_TV - plain_TV).square().sum())
         size += float(plain_TV.square().sum())
-    perplexity = math.exp(min(loss / tokens, 700.0))
-    return Harm(perplexity=perplexity, output_error=math.sqrt(error / size))
-
-
-def point_of(
-    policy: Policy, sigma: float, runs: Sequence[AttackRun], found: Harm, public: PublicModel
-) -> Point:
-    """Return the point of one strength: the best attack's rate."""
-    scored = ((run, one) for run in runs for one in run.meaningful)
-    best = max(scored, key=lambda pair: pair[1].strength, default=None)
-    return Point(
-        strength=strength(policy, sigma, public),
-        sigma=sigma,
-        rate=best[1].top1 if best else Rate(hits=0, n=0),
-        attack=best[0].attack if best else "none",
-        where=best[1].where if best else "none",
-        chance=best[1].chance if best else 0.0,
-        **found.model_dump(),
-    )
+    return math.exp(min(loss / tokens, 700.0)), math.sqrt(error / size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tsqp.lab.leak.model import AttackRun, Control, Curve, LeakReport, PolicyLeak, Rate, Score
+from tsqp.lab.leak.model import AttackRun, Curve, LeakReport, PolicyLeak, Rate, Score
 from tsqp.lab.report import Grid, Row, figures, size, whole
 
 NOTHING = "nothing crosses"
@@ -40,22 +40,17 @@ _CURVE_NOTE = (
 )
 
 
-def summary_grid(report: LeakReport) -> Grid:
-    """Compare the policies, a row for each."""
-    grid = whole_summary(report)
-    names = [name for name in grid.columns if name not in PARTS]
-    return grid.select(grid.title, names, texts=grid.texts)
-
-
-def whole_summary(report: LeakReport) -> Grid:
-    """Return `summary_grid` with `PARTS`."""
+def summary_grid(report: LeakReport, *, parts: bool = False) -> Grid:
+    """Compare the policies, a row for each. `parts`: with `PARTS`."""
     cost = ("ms/token", "RPCs", "bytes")
     columns = ("policy", "verdict", "best attack", "where", *_READ, *PARTS, *cost)
     rows = tuple(
         Row((one.title, verdict(one), *_best_cells(one), *_cost_cells(one)))
         for one in report.policies
     )
-    return Grid("Leakage", columns, rows, texts=4, note=_NOTE)
+    names = [name for name in columns if parts or name not in PARTS]
+    made = Grid("Leakage", columns, rows, note=_NOTE)
+    return made.select(made.title, names, texts=4)
 
 
 def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:
@@ -216,16 +211,6 @@ def count_words(rate: Rate) -> str:
     return f"{rate.hits:,} of {rate.n:,}" if rate.n else NONE
 
 
-def control_words(control: Control | None) -> str:
-    """Say what an attack read where it must work, of what it must read there."""
-    if control is None:
-        return "no control"
-    if not control.rate.n:
-        return f"control: nothing read at {control.policy}"
-    read, n = percent(control.rate.value or 0.0), control.rate.n
-    return f"control: {read} (n {n:,}) of {percent(control.published)} at {control.policy}"
-
-
 def failed(policy: PolicyLeak) -> list[str]:
     """Name the attacks that apply and did not work: what they read means nothing."""
     return list(dict.fromkeys(run.attack for run in policy.runs if run.failed))
@@ -335,8 +320,14 @@ def _points(share: float) -> str:
 
 def failure_words(run: AttackRun) -> str:
     """Say how an attack failed, and what its control read."""
-    outcome = "did not work" if run.scores else "gave no reading"
-    return f"{outcome} ({control_words(run.control)})"
+    outcome, control = "did not work" if run.scores else "gave no reading", run.control
+    if control is None:
+        return f"{outcome} (no control)"
+    said = f"nothing read at {control.policy}"
+    if control.rate.n:
+        read, must = percent(control.rate.value or 0.0), percent(control.published)
+        said = f"{read} (n {control.rate.n:,}) of {must} at {control.policy}"
+    return f"{outcome} (control: {said})"
 
 
 def above(report: LeakReport, share: float) -> list[str]:

@@ -21,12 +21,10 @@ from protocol.messages import (
     HealthRequest,
     InitRequest,
     LinearRequest,
-    LMHeadRequest,
     MatmulRequest,
     ModuleName,
     Request,
     RingLinearRequest,
-    RingLMHeadRequest,
     SeededRingLinearRequest,
     SegmentRequest,
 )
@@ -52,15 +50,9 @@ class TraceError(InputError):
 class Call:
     """One request as the service read it. `modules`: of a linear operator, else empty."""
 
-    operator: Operator
-    layer: int | None
+    where: Where
     modules: tuple[ModuleName, ...]
     tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def where(self) -> Where:
-        """Layer and operator."""
-        return self.layer, self.operator
 
     @property
     def rows(self) -> torch.Tensor:
@@ -112,7 +104,7 @@ class Trace:
         groups = list(_groups(self.calls, self.added))
         # What has a row for each token of a step: the LM head has fewer.
         each = [
-            [call for call in group if call.operator not in (*PRODUCTS, "lm_head")]
+            [call for call in group if call.where[1] not in (*PRODUCTS, "lm_head")]
             for group in groups
         ]
         sizes = _counted(each, self.added) if self.added else _guessed(each)
@@ -154,57 +146,49 @@ def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
                 got=f"{error.where}: {error.got}",
                 expected="a whole request",
             ) from error
-        if isinstance(request, InitRequest | HealthRequest):
-            continue
+        where: Where = None, "lm_head"
+        modules: tuple[ModuleName, ...] = ()
+        match request:
+            case InitRequest() | HealthRequest():
+                continue
+            case LinearRequest() | RingLinearRequest():
+                layer, modules, products = request.layer_idx, request.module_names, 0
+                where = layer, _OPERATOR_OF[modules[0]]
+            case EmbeddingRequest():
+                where = None, "embedding"
+            case SegmentRequest():
+                where = request.first_layer, "segment"
+            case MatmulRequest():
+                # Products do not say whose they are; their order does.
+                where = layer, "attn_values" if products % 2 else "attn_scores"
+                products += 1
         tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
-        if isinstance(request, LinearRequest | RingLinearRequest):
-            layer, products = request.layer_idx, 0
-            operator = _OPERATOR_OF[request.module_names[0]]
-            yield Call(operator, layer, request.module_names, tensors)
-        else:
-            yield Call(*_named(request, layer, products), (), tensors)
-            products += isinstance(request, MatmulRequest)
-
-
-def _named(request: Request, layer: int | None, products: int) -> tuple[Operator, int | None]:
-    """Name what is no linear operator. Products do not say whose they are; their order does."""
-    if isinstance(request, EmbeddingRequest):
-        return "embedding", None
-    if isinstance(request, LMHeadRequest | RingLMHeadRequest):
-        return "lm_head", None
-    if isinstance(request, SegmentRequest):
-        return "segment", request.first_layer
-    return ("attn_values" if products % 2 else "attn_scores"), layer
+        yield Call(where, modules, tensors)
 
 
 def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
     group: list[Call] = []
+    # What is sent in one phase alone.
+    alone = {
+        where: phase
+        for where, phase in added
+        if (where, "decode") not in added or (where, "prefill") not in added
+    }
     for call in calls:
-        # The same module of the same layer again, or an earlier one: another step.
-        again = (
-            bool(group)
-            and forward_order(call.where) <= forward_order(group[-1].where)
-            and not _goes_on(group, call)
+        # The same modules of the same layer again, or earlier ones: another step.
+        again = any((one.where, one.modules) == (call.where, call.modules) for one in group) or (
+            bool(group) and forward_order(call.where) < forward_order(group[-1].where)
         )
         # Decode begins: it alone sends this, and prefill alone something before it.
-        turns = _only(call, "decode", added) and any(_only(c, "prefill", added) for c in group)
+        turns = alone.get(call.where) == "decode" and any(
+            alone.get(one.where) == "prefill" for one in group
+        )
         if again or turns:
             yield group
             group = []
         group.append(call)
     if group:
         yield group
-
-
-def _only(call: Call, phase: Phase, added: Added) -> bool:
-    other: Phase = "decode" if phase == "prefill" else "prefill"
-    return (call.where, phase) in added and (call.where, other) not in added
-
-
-def _goes_on(group: Sequence[Call], call: Call) -> bool:
-    """Whether this is another module of the same operator."""
-    before = [other.modules for other in group if other.where == call.where]
-    return call.where == group[-1].where and call.modules not in before
 
 
 def place_name(where: Where) -> str:

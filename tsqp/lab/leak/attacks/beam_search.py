@@ -10,10 +10,9 @@ a step, or that were not read before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -21,10 +20,10 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import Phase, is_linear
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
-from tsqp.lab.leak.attacks.static_cloak import PublicAndServed, site_beside
+from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Trace, TraceStep, Where, place_name
+from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # By inner products: beginnings of a session that are followed up, and rows that the next is
 # compared with. With so many tokens read there are enough of these to tell beginnings apart.
@@ -94,7 +93,8 @@ class GramDictionary(Attack):
             return
         table_VI = dictionary(view, where)
         if where == FIRST:
-            table_VI = table_VI / PublicAndServed(view).fold(site_beside(FIRST)).float()
+            _, _, fold_I = beside(view, FIRST)
+            table_VI = table_VI / fold_I.float()
         for session, trace in enumerate(view.traces):
             calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
             if not calls:
@@ -116,6 +116,7 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
     scale = 1 / rows_RI.shape[1]
     gram_RR = rows_RI @ rows_RI.t() * scale
     lengths_V = table_VI.square().sum(1) * scale
+    # Of a token the inner products [V] with all tokens.
     known: dict[int, torch.Tensor] = {}
     ids_V = torch.arange(len(table_VI))
     beam = [Beginning((first,), ((first,),))]
@@ -125,7 +126,13 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
         grown: list[Beginning] = []
         read = [before.token_ids[references.start :] for before in beam]
         # A beginning shares all but its last token with the one that it grew from.
-        known = _inner_products({*chain.from_iterable(read)}, table_VI, known)
+        wanted = set[int]().union(*read)
+        known = {token_id: known[token_id] for token_id in wanted.intersection(known)}
+        if new := sorted(wanted.difference(known)):
+            # Together, since most of it is reading the table. Then apart, or one that is kept would
+            # hold the others' memory.
+            products_TV = table_VI[new] @ table_VI.t()
+            known |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
         for before, ids_S in zip(beam, read, strict=True):
             # In place: of a large vocabulary this is the largest that there is, next to the table.
             products_SV = torch.stack([known[token_id] for token_id in ids_S])
@@ -136,19 +143,6 @@ def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work
         kept = _BEAM if row < _BEGUN else _KEPT
         beam = sorted(grown, key=lambda beginning: beginning.error)[:kept]
     return beam[0]
-
-
-def _inner_products(
-    wanted: set[int], table_VI: torch.Tensor, known: Mapping[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """Return the inner products of tokens with all tokens, a [V] for each, some of them `known`."""
-    found = {token_id: known[token_id] for token_id in wanted.intersection(known)}
-    if new := sorted(wanted.difference(known)):
-        # Together, since most of it is reading the table. Then apart, or one that is kept would
-        # hold the others' memory.
-        products_TV = table_VI[new] @ table_VI.t()
-        found |= {one: new_V.clone() for one, new_V in zip(new, products_TV, strict=True)}
-    return found
 
 
 # ------------------------------------------------------------------------------------------- noise
@@ -174,7 +168,7 @@ class NoiseAveraging(Attack):
         """No floats crossed that are in the clear or under noise."""
         if not view.linear_places():
             return "no linear operator crossed" if view.row_places() else "no activations crossed"
-        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.operator))
+        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.where[1]))
         if not any(call.rows.is_floating_point() for call in calls):
             return "integers"
         return None if _places(view) else "neither clear nor under noise"
@@ -195,21 +189,15 @@ class NoiseAveraging(Attack):
                 yield Reading("all places", session, range(limit), guesses)
 
 
-@dataclass(frozen=True, eq=False)
-class _Evidence:
-    """Rows [T, I] that crossed at a place in a step, and the size of the noise on them."""
+# Rows [T, I] that crossed at a place in a step, and the size of the noise on them.
+_Evidence: TypeAlias = tuple[Where, torch.Tensor, float]
 
-    where: Where
-    rows_TI: torch.Tensor
-    sigma: float
 
-    def log_likelihood(self, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return that of each candidate's input, up to a constant: [N], float64."""
-        # The slower way of two: the other one loses the digits that near candidates differ in.
-        away_1N = torch.cdist(
-            self.rows_TI[token, None], states_NI, compute_mode="donot_use_mm_for_euclid_dist"
-        )
-        return away_1N[0].double().square() / (-2 * self.sigma**2)
+def _log_likelihood(row_I: torch.Tensor, sigma: float, states_NI: torch.Tensor) -> torch.Tensor:
+    """Return that of each candidate's input, up to a constant: [N], float64."""
+    # The slower way of two: the other one loses the digits that near candidates differ in.
+    away_1N = torch.cdist(row_I[None], states_NI, compute_mode="donot_use_mm_for_euclid_dist")
+    return away_1N[0].double().square() / (-2 * sigma**2)
 
 
 def _places(view: View) -> list[Where]:
@@ -233,15 +221,6 @@ def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
     return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
 
 
-def _evidence(view: View, step: TraceStep, places: list[Where]) -> Iterator[_Evidence]:
-    phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
-    # A place that is asked more than once, as for q, k and v by themselves, counts as often.
-    for call in step.calls:
-        sigma = _sigma(view.policy, call.where, phase) if call.where in places else None
-        if sigma is not None and call.rows.is_floating_point() and len(call.rows) == step.tokens:
-            yield _Evidence(call.where, call.rows.float(), sigma)
-
-
 def _most_likely(
     view: View, trace: Trace, places: list[Where], limit: int, work: Work
 ) -> tuple[tuple[int, ...], ...]:
@@ -249,7 +228,19 @@ def _most_likely(
     beam, nothing = [Beginning()], view.public.nothing()
     prefixes = {nothing.token_ids: nothing}
     for step in trace.steps:
-        evidence = list(_evidence(view, step, places))
+        phase: Phase = "decode" if step.first and step.tokens == 1 else "prefill"
+        # A place that is asked more than once, as for q, k and v by themselves, counts as often.
+        evidence = [
+            (
+                call.where,
+                call.rows.float(),
+                _sigma(view.policy, call.where, phase) or _LEAST_SIGMA,
+            )
+            for call in step.calls
+            if call.where in places
+            and call.rows.is_floating_point()
+            and len(call.rows) == step.tokens
+        ]
         if not evidence:
             break
         for token in range(min(step.tokens, limit - step.first)):
@@ -272,11 +263,18 @@ def _scored(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest candidates behind a prefix and their log probabilities, unnormalised."""
     public = view.public
-    prior_V = _prior(view, prefix)
+    if prefix.logits_V is not None:
+        prior_V = prefix.logits_V.double().log_softmax(-1)
+    else:
+        vocabulary, first = public.config.vocab_size, public.first_id
+        known = 0.0 if first is None else _FIRST_IS_KNOWN
+        p_V = torch.full((vocabulary,), (1 - known) / vocabulary, dtype=torch.float64)
+        p_V[first or 0] += known
+        prior_V = p_V.log()
     rough_V = prior_V.clone()
-    for one in evidence:
-        if one.where == FIRST:
-            rough_V += one.log_likelihood(token, public.dictionary_VD)
+    for where, rows_TI, sigma in evidence:
+        if where == FIRST:
+            rough_V += _log_likelihood(rows_TI[token], sigma, public.dictionary_VD)
             work.compared += len(rough_V)
     most = rough_V.topk(min(_MOST, len(rough_V)))
     likely = int((most.values >= most.values[0] - _UNLIKELY).sum())
@@ -284,18 +282,7 @@ def _scored(
     states = public.states(prefix, ids_N.tolist())
     work.modelled += len(ids_N)
     scores_N = prior_V[ids_N]
-    for one in evidence:
-        scores_N = scores_N + one.log_likelihood(token, states.inputs[one.where])
+    for where, rows_TI, sigma in evidence:
+        scores_N = scores_N + _log_likelihood(rows_TI[token], sigma, states.inputs[where])
         work.compared += len(ids_N)
     return ids_N, scores_N
-
-
-def _prior(view: View, prefix: Prefix) -> torch.Tensor:
-    """Return what the public model expects next: log probabilities [V], float64."""
-    if prefix.logits_V is not None:
-        return prefix.logits_V.double().log_softmax(-1)
-    p_V = torch.full((view.public.vocab_size,), 1 / view.public.vocab_size, dtype=torch.float64)
-    if (first := view.public.first_id) is not None:
-        p_V *= 1 - _FIRST_IS_KNOWN
-        p_V[first] += _FIRST_IS_KNOWN
-    return p_V.log()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,6 @@ from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
 from tsqp.lab.leak.matching import (
     FIRST_PLACES,
     FeatureMatcher,
-    LastMade,
     Matcher,
     Matching,
     Observed,
@@ -75,6 +75,18 @@ class Logits(Attack):
             yield replace(reading, tokens=sampled)
 
 
+class _Direction(FeatureMatcher):
+    """Rows without their length and sign."""
+
+    def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return rows of length 1."""
+        return normalize(states_NI, dim=-1)
+
+    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+        """See `FeatureMatcher.pairwise`: the sine of the angle."""
+        return (1 - (rows_RX @ table_NX.T).square()).clamp(min=0).sqrt()
+
+
 class NearestEmbedding(Matching):
     """Compares each input of the first layer with the normalised embedding of every token.
 
@@ -87,26 +99,11 @@ class NearestEmbedding(Matching):
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.99
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays",)
-
-    def matcher(self, view: View) -> Matcher:
-        """Return what compares directions."""
-        return _Direction()
+    compares = _Direction
 
     def places(self, view: View) -> list[Where]:
         """Return where the first layer's rows crossed, each of which is looked up."""
         return [where for where in view.row_places() if where in FIRST_PLACES]
-
-
-class _Direction(FeatureMatcher):
-    """Rows without their length and sign."""
-
-    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return rows of length 1."""
-        return normalize(states_NI, dim=-1)
-
-    def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
-        """See `FeatureMatcher.pairwise`: the sine of the angle."""
-        return (1 - (rows_RX @ table_NX.T).square()).clamp(min=0).sqrt()
 
 
 Found = Iterator[tuple[int, int, tuple[int, ...]]]
@@ -164,19 +161,18 @@ def vocabulary(view: View) -> torch.Tensor:
     A row of a transformed LM head has the numbers of the public one's row, in whatever order.
     """
     if view.policy.feature_mask is None:
-        return torch.arange(view.public.vocab_size)
+        return torch.arange(view.public.config.vocab_size)
     served = Checkpoint(view.served)
+    shape = (view.public.config.vocab_size, view.public.config.hidden_size)
     name = lm_head_name(read_config(view.served))
-    shape = (view.public.vocab_size, view.public.config.hidden_size)
     served_VD = load_tensor(served, name, shape, dtype=torch.float32)
     ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
     return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
 
 
-def _numbers(head_VD: torch.Tensor) -> Iterator[int]:
-    """Yield what is the same for rows of the same numbers, and hardly ever for others."""
-    for row_D in head_VD.sort(dim=-1).values:
-        yield hash(row_D.numpy().tobytes())
+def _numbers(head_VD: torch.Tensor) -> list[int]:
+    """Return what is the same for rows of the same numbers, and hardly ever for others."""
+    return [hash(row_D.numpy().tobytes()) for row_D in head_VD.sort(dim=-1).values]
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -185,7 +181,7 @@ def _numbers(head_VD: torch.Tensor) -> Iterator[int]:
 class Sorted(FeatureMatcher):
     """Rows but for the order of their features."""
 
-    def of_candidates(self, where: Where, states_NI: torch.Tensor) -> torch.Tensor:
+    def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
         """Return rows with their features sorted."""
         return states_NI.sort(dim=-1).values
 
@@ -197,12 +193,7 @@ class _VocabularyMatching(Matching):
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.976
     needs: ClassVar[tuple[str, ...]] = ("no activations crossed",)
-    ordered: ClassVar[bool] = True
-    compares: ClassVar[type[FeatureMatcher]] = FeatureMatcher
-
-    def matcher(self, view: View) -> Matcher:
-        """Return what compares rows."""
-        return self.compares(ordered=self.ordered)
+    compares = FeatureMatcher
 
 
 class PlainMatching(_VocabularyMatching):
@@ -215,22 +206,22 @@ class RowMatching(_VocabularyMatching):
     """Rows as they are, each compared with all that are left: against permuted rows."""
 
     name: ClassVar[str] = "vocabulary-rows"
-    ordered: ClassVar[bool] = False
+    ordered = False
 
 
 class FeatureMatching(_VocabularyMatching):
     """Sorted rows in their order: against a permuted hidden axis."""
 
     name: ClassVar[str] = "vocabulary-features"
-    compares: ClassVar[type[FeatureMatcher]] = Sorted
+    compares = Sorted
 
 
 class BothMatching(_VocabularyMatching):
     """Sorted rows, each compared with all that are left: against both permutations."""
 
     name: ClassVar[str] = "vocabulary-both"
-    ordered: ClassVar[bool] = False
-    compares: ClassVar[type[FeatureMatcher]] = Sorted
+    ordered = False
+    compares = Sorted
 
 
 # --------------------------------------------------------------------------------------- row space
@@ -243,17 +234,12 @@ _NEAR = 0.05
 class RowSpace(Matcher):
     """How far a candidate is from the space that the rows span, relative to its length."""
 
-    ordered = False
-
-    def __init__(self) -> None:
-        self._bases, self._squares = LastMade(), LastMade()
-
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
         """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
-        basis_BI = self._bases.of(observed.rows_RI, _basis)
+        basis_BI = _basis(observed.rows_RI)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
-        squares_N = self._squares.of(states_NI, squares)
+        squares_N = squares(states_NI)
         inside_N = (states_NI @ basis_BI.T).square().sum(-1) / squares_N
         distances_N = (1 - inside_N).clamp(min=0).sqrt()
         # Near 0 most digits have cancelled: what is left over tells more, and takes more memory.
@@ -264,6 +250,7 @@ class RowSpace(Matcher):
         return distances_N
 
 
+@lru_cache(maxsize=1)
 def _basis(rows_RI: torch.Tensor) -> torch.Tensor:
     """Return orthonormal rows that span what some rows do: [B, I]."""
     _, sizes_B, basis_BI = torch.linalg.svd(rows_RI.double(), full_matrices=False)
@@ -284,16 +271,14 @@ class SubspaceMembership(Matching):
     control: ClassVar[str] = "row-rotation"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95
+    compares = RowSpace
+    ordered = False
 
     def refuses(self, view: View) -> str | None:
         """No activations crossed, or none whose hidden axis is as it was."""
         if not view.row_places():
             return "no activations crossed"
         return None if self.places(view) else "the hidden axis is transformed"
-
-    def matcher(self, view: View) -> Matcher:
-        """Return what compares candidates with a space."""
-        return RowSpace()
 
     def places(self, view: View) -> list[Where]:
         """Return where rows crossed, without segments under a mask."""
