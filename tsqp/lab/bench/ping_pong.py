@@ -22,11 +22,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -50,7 +50,6 @@ from tsqp.lab.measure import (
     in_turns,
     processes,
     script,
-    tell,
     write_results,
 )
 from tsqp.processes import start_service
@@ -60,7 +59,8 @@ R = TypeVar("R")
 BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
-_TIMEOUT_MS = 30_000
+# Until a process that has been asked to echo does so: it imports torch first.
+_TIMEOUT_MS = 60_000
 # o_proj is square: 32 heads of 64 in, 2048 out.
 _SETTINGS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,37 +100,33 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class RawEchoes:
-    """A process that echoes frames, for one address after the other."""
+@contextmanager
+def raw_pings(
+    submit: Callable[..., Future[None]],
+    address: str,
+    request: Sequence[Buffer],
+    reply: Sequence[Buffer],
+    spin_us: float,
+) -> Iterator[Callable[[], object]]:
+    """Have a process echo frames of these sizes, and yield what makes one round trip."""
+    sizes = sum(map(len, request)), sum(map(len, reply))
+    serving: list[Future[None]] = []
 
-    def __init__(self, closing: ExitStack) -> None:
-        """Start it; it ends with `closing`."""
-        self._told = SimpleQueue[str]()
-        self._submit = closing.enter_context(processes(1, "raw_echo", self._told.put))
+    def begin(listening: str) -> None:
+        serving.append(submit(serve, listening, sizes[0], [*map(len, reply)], spin_us))
 
-    @contextmanager
-    def pings(
-        self, address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
-    ) -> Iterator[Callable[[], object]]:
-        """Have it echo frames of these sizes, and yield what makes one round trip."""
-        sizes = sum(map(len, request)), sum(map(len, reply))
-        serving = self._submit(serve, address, sizes[0], [*map(len, reply)], spin_us)
-        serving.add_done_callback(lambda _: self._told.put(""))
-        if not (listening := self._told.get()):
-            serving.result()
-        frames, end = [bytes(frame) for frame in request], open_end(listening, sizes, spin_us)
+    frames, end = [bytes(frame) for frame in request], open_end(address, sizes, spin_us, begin)
 
-        def round_trip() -> None:
-            end.send(frames)
-            if end.receive() is None:
-                raise ConnectionError("the echo server has gone")
+    def round_trip() -> None:
+        end.send(frames)
+        if end.receive() is None:
+            raise ConnectionError("the echo server has gone")
 
-        try:
-            yield round_trip
-        finally:
-            end.close()
-        serving.result()
-        self._told.get()
+    try:
+        yield round_trip
+    finally:
+        end.close()
+    serving[0].result()
 
 
 @contextmanager
@@ -178,37 +174,29 @@ def interleaved(
     return [[*chain.from_iterable(blocks)] for blocks in zip(*rows, strict=True)]
 
 
-def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any) -> list[PingPong]:
+def measure(name: str, submit: Callable[..., Future[None]], options: Any) -> Iterator[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
     (ours, raw), spin_us = TRANSPORTS[name], options.spin_us
-    results: list[PingPong] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        endpoint = None
         if ours is not None:
             write_random_model(folder, _SETTINGS)
-            service = [
-                str(folder),
-                "--bind",
-                ours.format(folder=folder),
-                "--device",
-                options.device,
-            ]
+            bind = ours.format(folder=folder)
+            service = [str(folder), "--bind", bind, "--device", options.device]
             service += ["--arithmetic", "float", "--spin-us", str(spin_us)]
             _, endpoint = start_service(stack, service)
-        for payload in payloads:
+        for payload in options.payloads:
             hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
             with ExitStack() as of_payload:
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
-                if endpoint is not None:
+                if ours is not None:
                     kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
                 address = raw.format(folder=f"{folder}/{payload}")
-                kinds["raw"] = of_payload.enter_context(
-                    echoes.pings(address, *frames_of(hidden), spin_us)
-                )
+                pings = raw_pings(submit, address, *frames_of(hidden), spin_us)
+                kinds["raw"] = of_payload.enter_context(pings)
                 times = interleaved(list(kinds.values()), options.round_trips)
-            results += [
-                PingPong(
+            for kind, found in zip(kinds, times, strict=True):
+                yield PingPong(
                     transport=name,
                     payload_bytes=payload,
                     kind=kind,
@@ -216,9 +204,6 @@ def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any)
                     p90_us=statistics.quantiles(found, n=10)[-1],
                     round_trips=len(found),
                 )
-                for kind, found in zip(kinds, times, strict=True)
-            ]
-    return results
 
 
 def measure_round_trips(options: Any) -> list[PingPong]:
@@ -230,20 +215,19 @@ def measure_round_trips(options: Any) -> list[PingPong]:
     for name in names:
         known = f"of {', '.join(TRANSPORTS)}"
         SettingsError.unless(name in TRANSPORTS, "--transports", repr(name), known)
-    with ExitStack() as closing:
-        echoes = RawEchoes(closing)
-        return [found for n in names for found in measure(n, options.payloads, echoes, options)]
+    with processes(1, "raw_echo", lambda _: None) as submit:
+        return [found for name in names for found in measure(name, submit, options)]
 
 
 # ----------------------------------------------------------------------------------- raw echo
 
 
 def serve(address: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float) -> None:
-    """Tell the address, and answer each request of one client until it has gone."""
+    """Answer each request of the one that listens there, until it has gone."""
     reply = [bytes(size) for size in reply_sizes]
     gc.collect()
     gc.freeze()  # as gpu-service does
-    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us, tell)
+    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us)
     while end.receive() is not None:
         end.send(reply)
     end.close()
@@ -253,9 +237,9 @@ def open_end(
     address: str,
     sizes: tuple[int, int],
     spin_us: float,
-    listening: Callable[[str], None] | None = None,
+    begin: Callable[[str], None] | None = None,
 ) -> _Zmq | _Stream:
-    """Return the client's end, or that of a server, which tells `listening` where it listens.
+    """Return the end that echoes, or the one that pings: it listens, and has the other `begin`.
 
     `address`: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
     `socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the
@@ -263,13 +247,13 @@ def open_end(
     None once the peer has gone.
     """
     if not address.startswith((*_UNIX, TCP_SOCKET)):
-        return _Zmq(address, spin_us, listening)
+        return _Zmq(address, spin_us, begin)
     _, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     is_tcp = address.startswith(TCP_SOCKET)
     stream = socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX, socket.SOCK_STREAM)
     at = (host, int(port)) if is_tcp else place
-    if listening is None:
+    if begin is None:
         stream.connect(at)
     else:
         with stream as listener:
@@ -277,11 +261,12 @@ def open_end(
             listener.listen(1)
             if is_tcp:
                 address = f"{TCP_SOCKET}127.0.0.1:{listener.getsockname()[1]}"
-            listening(address)
+            begin(address)
+            listener.settimeout(_TIMEOUT_MS / 1e3)
             stream, _ = listener.accept()
     if not address.startswith(SHARED_MEMORY):
-        return _Stream(stream, sizes[1 if listening is None else 0], spin_us)
-    if listening is not None:
+        return _Stream(stream, sizes[0 if begin is None else 1], spin_us)
+    if begin is None:
         _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
         return _Shm(stream, adopt(file, os.getuid()), spin_us)
     lane, file = create(*sizes)
@@ -293,16 +278,15 @@ def open_end(
 class _Zmq:
     """A DEALER socket, whose peer is another. An empty message says that the peer has gone."""
 
-    def __init__(
-        self, address: str, spin_us: float, listening: Callable[[str], None] | None
-    ) -> None:
-        self._spin_us, self._is_client = spin_us, listening is None
+    def __init__(self, address: str, spin_us: float, begin: Callable[[str], None] | None) -> None:
+        self._spin_us, self._pings = spin_us, begin is not None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        if listening is None:
+        self._socket.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
+        if begin is None:
             self._socket.connect(address)
         else:
             self._socket.bind(address)
-            listening(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            begin(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, copy=False)
@@ -315,7 +299,7 @@ class _Zmq:
         return frames if len(frames[0]) else None
 
     def close(self) -> None:
-        if self._is_client:
+        if self._pings:
             self._socket.send(b"")
         self._socket.close(linger=1000)
 
