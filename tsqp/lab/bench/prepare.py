@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from safetensors.torch import save_file
 from protocol.errors import ModelError, PolicyError
 from protocol.model.checkpoint import (
     INDEX_FILE,
+    SINGLE_FILE,
     Checkpoint,
+    bytes_of,
     light_tensors,
     linear_digest,
     linear_tensors,
@@ -50,8 +53,6 @@ from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.
 _BLOCK = 4_194_301
-# Memory while writing is about this, or one tensor where that is larger.
-_SHARD_BYTES = 256 * 2**20
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
@@ -94,62 +95,46 @@ def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
 
 
 def write_random_model(directory: Path, settings: Mapping[str, Any], linear: bool = True) -> int:
-    """Write config.json and bfloat16 weights into an existing directory; return their bytes.
+    """Write config.json and bfloat16 weights, one file, to a directory; return the weights' bytes.
 
     Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
-    ones. They are cut out of one block of random values, which is as fast as the disk. Files are
-    shards with an index. Raises ModelError for settings that are no model's, OSError if the disk
-    is full (`memory.check_disk` says so before).
+    ones. They are cut out of one block of random values, which is as fast as the disk. Raises
+    ModelError for settings that are no model's, OSError if the disk is full (`memory.check_disk`
+    says so before).
     """
     (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
-    config = read_config(directory)
+    shapes = model_tensors(read_config(directory), linear=linear)
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
     blocks: dict[float, torch.Tensor] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(_shards(model_tensors(config, linear=linear)), start=1):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, shape in shard.items():
+    size = write_header(directory / SINGLE_FILE, shapes)
+    with (directory / SINGLE_FILE).open("ab") as file:
+        for name, shape in shapes.items():
             if len(shape) == 1 and not name.endswith(".bias"):
-                tensors[name] = torch.ones(shape, dtype=DTYPE)
+                file.write(bytes_of(torch.ones(shape, dtype=DTYPE)))
                 continue
             scale = 1 / math.sqrt(shape[-1])
             if scale not in blocks:
                 blocks[scale] = (block * scale).to(DTYPE)
+            # The block's values from a random one on, over and over.
             start = int(torch.randint(_BLOCK, (), generator=generator))
-            tensors[name] = _cut(blocks[scale], start, shape)
-        file = f"model-{number:05d}.safetensors"
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = required_bytes(config, linear=linear)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
-    return total
+            end = start + math.prod(shape)
+            for begin in range(0, end, _BLOCK):
+                file.write(bytes_of(blocks[scale][max(0, start - begin) : end - begin]))
+    return size
 
 
-def _shards(tensors: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
-    shard: dict[str, tuple[int, ...]] = {}
-    size = 0
-    for name, shape in tensors.items():
-        tensor_bytes = math.prod(shape) * DTYPE.itemsize
-        if shard and size + tensor_bytes > _SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = shape
-        size += tensor_bytes
-    yield shard
-
-
-def _cut(block: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of the block's values from `start` on, over and over."""
-    flat = torch.empty(math.prod(shape), dtype=block.dtype)
-    done = 0
-    while done < flat.numel():
-        piece = block[start : start + flat.numel() - done]
-        flat[done : done + piece.numel()] = piece
-        done += piece.numel()
-        start = 0
-    return flat.view(shape)
+def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Begin a safetensors file of bfloat16 tensors; return how many bytes are to follow."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * DTYPE.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return end
 
 
 # -------------------------------------------------------------------------- made from a model
@@ -214,7 +199,10 @@ def _write_hollow(source: Path, target: Path) -> None:
     }
     files = {"light.safetensors": shapes, "zeros.safetensors": zeros | linear_tensors(config)}
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
-    write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
+    path = target / "zeros.safetensors"
+    # What is past the end of what was written reads as zeros, and takes no room on a disk.
+    size = write_header(path, files[path.name])
+    os.truncate(path, path.stat().st_size + size)
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {}, "weight_map": weight_map}
     (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
@@ -233,21 +221,6 @@ def _write_hollow(source: Path, target: Path) -> None:
             linear_digest=linear_digest(config, made) or "",
         )
         save_calibration(scales, target / CALIBRATION_FILE)
-
-
-def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of bfloat16 zeros, which takes next to no room on a disk."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        # What is past the end of what was written reads as zeros.
-        file.truncate(8 + len(text) + end)
 
 
 def _like(model: Path, made: Path, *without: str) -> Path:
