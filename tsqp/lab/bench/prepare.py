@@ -40,10 +40,8 @@ from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, PadMaker, read_weights
-from tee_side.protect.sites import PadLayout
-from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.job import Measuring
+from tsqp.lab.bench.job import Measuring, pad_layouts, pad_phases
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
@@ -58,15 +56,6 @@ _CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
-
-
-def needs_linear(policy: Policy, config: ModelConfig) -> bool:
-    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
-    return (
-        policy.arithmetic == "int8"
-        or bool(policy.sites_here(config.num_hidden_layers))
-        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
-    )
 
 
 # ------------------------------------------------------------------------------ random weights
@@ -99,7 +88,7 @@ def write_random_model(directory: Path, settings: Mapping[str, Any], linear: boo
 
     Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
     ones. They are cut out of one block of random values, which is as fast as the disk. Raises
-    ModelError for settings that are no model's, OSError if the disk is full (`memory.check_disk`
+    ModelError for settings that are no model's, OSError if the disk is full (`job.check_disk`
     says so before).
     """
     (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
@@ -247,23 +236,6 @@ def _calibrate(directory: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- pads
-
-
-def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
-    """Return the sites under each mask that needs pads."""
-    layers = config.num_hidden_layers
-    return {
-        mask: PadLayout.of(config, policy.sites_under(layers, mask))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    }
-
-
-def pad_phases(policy: Policy, mask: AdditiveMask | None = None) -> tuple[Phase, ...]:
-    """Return the phases of which each token uses up a pad, of a mask or of any."""
-    placed = [one for _, one in policy.leaving() if isinstance(one.mask, AdditiveMask)]
-    masked = {one.phase for one in placed if mask in (None, one.mask)}
-    return tuple(phase for phase in PHASES if masked & {None, phase})
 
 
 def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:

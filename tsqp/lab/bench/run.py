@@ -26,8 +26,15 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
-from tsqp.lab.bench.memory import check_disk, check_memory
+from tsqp.lab.bench.job import (
+    Answer,
+    BenchSettings,
+    PolicyJob,
+    check_disk,
+    check_memory,
+    needs_linear,
+    pad_phases,
+)
 from tsqp.lab.bench.model import (
     Baseline,
     Case,
@@ -234,11 +241,11 @@ class Bench:
         return (
             self._settings.baselines
             or (self._settings.computes and not self._settings.endpoints)
-            or any(prepare.needs_linear(policy, self._config) for _, policy in self._all_policies)
+            or any(needs_linear(policy, self._config) for _, policy in self._all_policies)
         )
 
     def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(prepare.pad_phases(policy), self._settings.step_tokens)
+        return self._settings.plan.pads(pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 

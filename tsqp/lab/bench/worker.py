@@ -26,8 +26,7 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place, TeeStage
-from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob
-from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
+from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob, kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
