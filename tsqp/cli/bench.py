@@ -171,9 +171,9 @@ def bench(
     with the baselines in the same run. What is there is written even if the run is interrupted.
     """
     with needing("tsqp bench", "the extra bench: pip install '.[bench]'"):
+        from tsqp.lab.bench.plots import perfetto_json
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
-        from tsqp.lab.bench.timeline import perfetto_json
     from tsqp.lab.report import check_installed
 
     if html_path is not None:

@@ -26,10 +26,10 @@ from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.model import Finished, Span, Timeline
+from tsqp.lab.bench.plots import perfetto
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
-from tsqp.lab.bench.timeline import perfetto
 from tsqp.lab.report import figures
 from tsqp.processes import ProcessError
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from tee_side.words import PHASES
-from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
@@ -32,15 +31,15 @@ from tsqp.lab.bench.summary import (
     baseline_name,
     by_layer,
     by_operator,
-    case_key,
-    case_name,
     case_stages,
+    caveats,
     compare,
-    find_case,
+    dominant,
+    findings,
     growth,
     kinds,
     main_cases,
-    main_kind,
+    missing,
     name_of,
     pads_ms,
     sustained_ms,
@@ -127,12 +126,11 @@ def overview(report: Report) -> list[Grid]:
 def _steps(report: Report) -> Iterator[Grid]:
     for title, columns, note in _STEPS:
         rows: list[Row] = []
-        for phase, key in kinds(report):
-            rows.append(heading(case_name(phase, *key), columns))
-            for run in report.policies:
-                if (case := find_case(run, phase, key)) is not None:
-                    cells = _step(run, case)
-                    rows.append(Row(tuple(cells[name] for name in columns)))
+        for pairs in kinds(report):
+            rows.append(heading(name_of(pairs[0][1]), columns))
+            for run, case in pairs:
+                cells = _step(run, case)
+                rows.append(Row(tuple(cells[name] for name in columns)))
         yield Grid(title, columns, tuple(rows), note=note)
 
 
@@ -251,9 +249,8 @@ def _baselines(report: Report) -> Grid:
         crossed = size(one.bytes_sent + one.bytes_received)
         name, took = f"{one.name}, {baseline_name(one)}", figures(one.step_ms.median)
         rows.append(Row((name, took, "", whole(one.round_trips), crossed), "group"))
-        for found in beside:
-            ratio = figures(found.ratio or 0.0)
-            rows.append(Row((found.policy, figures(found.ours_ms), ratio, "", "")))
+        for policy, ours_ms, ratio in beside:
+            rows.append(Row((policy, figures(ours_ms), figures(ratio or 0.0), "", "")))
         if not beside:
             rows.append(Row(("no policy has such a step", "", "", "", "")))
     about = (f" {one.name}: {one.description}, {one.dtype}." for one in report.baselines)
@@ -333,10 +330,10 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
         console.print(f"* {sentence}")
     console.print()
     grids = overview(report)
-    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    chosen = [case for phase in PHASES for _, case in main_cases(report, phase)]
     for run in report.policies:
         for case in run.cases:
-            if case.operators and (details or (case.phase, case_key(case)) in chosen):
+            if case.operators and (details or case in chosen):
                 title = f"{run.policy}, {name_of(case)}"
                 grids.append(operators_grid(case, f"{title}: cost per operator, ms"))
                 if details:
@@ -359,15 +356,14 @@ def render_html(report: Report) -> str:
     Operators of each layer are listed for the cases by which policies are compared; for the others
     each layer as a whole, to keep the page small. The JSON document has all of them.
     """
-    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    chosen = [case for phase in PHASES for _, case in main_cases(report, phase)]
     policies = []
     for run in report.policies:
         cases = []
         for case in run.cases:
             if case.operators:
                 operators = operators_grid(case, "Per operator")
-                shown = (case.phase, case_key(case)) in chosen
-                layers = layers_grid(case, "Per layer", operators=shown)
+                layers = layers_grid(case, "Per layer", operators=case in chosen)
                 cases.append({"name": name_of(case), "operators": operators, "layers": layers})
         policies.append({"name": run.policy, "summary": run.summary, "cases": cases})
     return page(
