@@ -26,7 +26,7 @@ from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.model import Finished, Span, Timeline
-from tsqp.lab.bench.plots import perfetto
+from tsqp.lab.bench.plots import perfetto_json
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
@@ -120,7 +120,7 @@ def test_figures_are_in_the_terminal_and_on_the_page() -> None:
     assert page.count("<img") >= 4
     outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
     assert not re.search(r"://|@import|url\(|<script|<link|<iframe", outside)
-    marks = [event["ph"] for event in perfetto(drawn)["traceEvents"]]
+    marks = [event["ph"] for event in json.loads(perfetto_json(drawn))["traceEvents"]]
     assert marks.count("X") == 2 * len(drawn.policies)
 
 

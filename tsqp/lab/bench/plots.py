@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from tee_side.words import LAYERLESS, PHASES, Phase
@@ -263,13 +263,15 @@ def length_us(timeline: Timeline) -> float:
     return max((stop for _, stop in times_of(timeline.spans)), default=0.0)
 
 
-def busy_us(times: Times) -> float:
-    """Return for how long at least one of them ran."""
-    total, end = 0.0, 0.0
-    for start, stop in sorted(times):
-        total += max(0.0, stop - max(end, start))
-        end = max(end, stop)
-    return total
+def merged(times: Times, gap_us: float = 0.0) -> list[tuple[float, float]]:
+    """Return starts and ends by start; those that are no further apart than this become one."""
+    made: list[tuple[float, float]] = []
+    for begin, stop in sorted(times):
+        if made and begin - made[-1][1] <= gap_us:
+            made[-1] = (made[-1][0], max(stop, made[-1][1]))
+        else:
+            made.append((begin, stop))
+    return made
 
 
 def between_us(timeline: Timeline, lane: int) -> list[tuple[float, float]]:
@@ -280,15 +282,11 @@ def between_us(timeline: Timeline, lane: int) -> list[tuple[float, float]]:
     """
     own = times_of(span for span in timeline.spans if span.lane == lane)
     others = [s for s in timeline.spans if s.lane != lane and resource(s) == "TEE"]
-    first = lane == lanes(timeline)[0]
-    now = 0.0 if first else min(start for start, _ in own)
+    first = 0.0 if lane == lanes(timeline)[0] else min(start for start, _ in own)
     last = max(stop for _, stop in own)
-    found: list[tuple[float, float]] = []
-    for start, stop in sorted([*own, *times_of(others)]):
-        if now < start < last:
-            found.append((now, start))
-        now = max(now, stop)
-    return found
+    ran = merged([(first, first), *own, *times_of(others)])
+    gaps = [(stop, start) for (_, stop), (start, _) in pairwise(ran)]
+    return [gap for gap in gaps if first <= gap[0] and gap[1] < last]
 
 
 def lanes(timeline: Timeline) -> list[int]:
@@ -331,7 +329,10 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         # What no lane's operator did: two lanes may lack one at the same time.
         busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         length = length_us(timeline)
-        shares = {side: busy_us(times) / length for side, times in busy.items()}
+        shares = {
+            side: sum(stop - start for start, stop in merged(times)) / length
+            for side, times in busy.items()
+        }
         words = ", ".join(f"{side} {percent(share)}" for side, share in shares.items() if share)
         caption = f"Of {duration(length)}: {words}. What takes most is what to shorten first."
         return picture(figure, f"One step: {run.policy}, {name}", caption)
@@ -361,7 +362,9 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
             drawn.append((colour, times_of(s for s in own if f"{s.stage}_us" == stage)))
         for colour, times in drawn:
             seen = [(start, stop) for start, stop in times if start < end and stop > begin]
-            pieces = [(start / 1e3, width / 1e3) for start, width in _pieces(seen, end - begin)]
+            # Pieces nearer than can be seen become one.
+            pieces = merged(seen, (end - begin) * _FINEST / 2)
+            pieces = [(start / 1e3, (stop - start) / 1e3) for start, stop in pieces]
             if pieces:
                 axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
         if several and place and busy != lines[place - 1][0]:
@@ -397,26 +400,14 @@ def _name_operators(axis: Axes, timeline: Timeline, window: tuple[float, float])
             axis.axvline(start / 1e3, color="#bbbbbb", linewidth=0.6, zorder=0)
 
 
-def _pieces(times: Times, length_us: float) -> list[tuple[float, float]]:
-    """Return start and width of what to draw: pieces nearer than can be seen become one."""
-    made: list[tuple[float, float]] = []
-    for begin, stop in sorted(times):
-        if made and begin - sum(made[-1]) < length_us * _FINEST / 2:
-            start = made[-1][0]
-            made[-1] = (start, max(stop, sum(made[-1])) - start)
-        else:
-            made.append((begin, stop - begin))
-    return made
-
-
 # -------------------------------------------------------------------------------------- trace
 
 
-def perfetto(report: Report) -> dict[str, Any]:
-    """Return the trace as an object for JSON; without a timeline it has no events."""
+def perfetto_json(report: Report) -> str:
+    """Return the trace as the text of a file; without a timeline it has no events."""
     steps = [(run.policy, one) for run in report.policies for one in run.timelines]
     setup = report.setup
-    return {
+    trace = {
         "traceEvents": [
             event
             for process, (policy, step) in enumerate(steps, start=1)
@@ -431,11 +422,7 @@ def perfetto(report: Report) -> dict[str, Any]:
             "note": "queue and GPU are the service's own claim, laid into the round trip",
         },
     }
-
-
-def perfetto_json(report: Report) -> str:
-    """Return the trace as the text of a file."""
-    return json.dumps(perfetto(report), allow_nan=False, separators=(",", ":"))
+    return json.dumps(trace, allow_nan=False, separators=(",", ":"))
 
 
 def _process(pid: int, policy: str, timeline: Timeline) -> Iterator[Event]:
