@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,13 @@ def bench(
         from tsqp.lab.bench.plots import perfetto_json
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
+    import torch
+
+    from protocol import native
+    from tee_side.policy.placement import load_policy
+    from tsqp.lab.bench.job import BenchSettings, Plan
     from tsqp.lab.report import check_installed
+    from tsqp.link import Link
 
     if html_path is not None:
         check_installed("tsqp bench --html")
@@ -193,71 +200,48 @@ def bench(
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     )
     with outputs.checked():
-        run = Bench(_settings(model, shape, policy, options, given), _say)
+        for name in ("device", "transport", "gpu_threads"):
+            SettingsError.unless(
+                not options["gpu"] or name not in given,
+                f"--{name.replace('_', '-')}",
+                "it together with --gpu",
+                "one of them: no service is started",
+            )
+        cores, gbps, rtt_us = torch.get_num_threads(), options["link_gbps"], options["link_rtt_us"]
+        settings = BenchSettings(
+            command=shlex.join(["tsqp", *sys.argv[1:]]),
+            policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
+            model=model_directory(model) if model else None,
+            shape=shape,
+            endpoints=options["gpu"],
+            shares_in_the_clear=options["shares_in_the_clear"],
+            device=options["device"],
+            transport=options["transport"],
+            kernels=native.use(options["kernels"]).variant,
+            threads=options["threads"] or cores,
+            gpu_threads=options["gpu_threads"] or cores,
+            dtype=options["dtype"],
+            step_tokens=options["step_tokens"],
+            micro_batches=options["micro_batches"],
+            spin_us=options["spin_us"],
+            link=None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us),
+            key=options["key"],
+            server_model=options["server_model"],
+            baselines=options["baselines"],
+            plan=Plan(
+                prefill=options["prefill"],
+                decode=tuple(product(options["context"], options["batch"])),
+                generation=(min(128, max(options["prefill"])), 32),
+                repeats=options["repeats"],
+                decode_steps=options["decode_steps"],
+            ),
+            default_prefill="prefill" not in given,
+            default_context="context" not in given,
+        )
+        run = Bench(settings, _say)
     outputs.report_of(run, lambda report: show(report, console, details=details))
     if not outputs.written:
         context.exit(EXIT_FAILURE)
-
-
-def _settings(
-    model: str | None,
-    shape: str | None,
-    policies: tuple[str, ...],
-    options: dict[str, Any],
-    given: frozenset[str],
-) -> Any:
-    """Return `BenchSettings`. `given`: the options that were given, by their names."""
-    import torch
-
-    from protocol import native
-    from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.job import BenchSettings, Plan
-
-    for name, kind in (
-        ("device", "--device"),
-        ("transport", "--transport"),
-        ("gpu_threads", "--gpu-threads"),
-    ):
-        SettingsError.unless(
-            not options["gpu"] or name not in given,
-            kind,
-            "it together with --gpu",
-            "one of them: no service is started",
-        )
-    cores = torch.get_num_threads()
-    return BenchSettings(
-        command=shlex.join(["tsqp", *sys.argv[1:]]),
-        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policies)),
-        model=model_directory(model) if model else None,
-        shape=shape,
-        endpoints=options["gpu"],
-        shares_in_the_clear=options["shares_in_the_clear"],
-        device=options["device"],
-        transport=options["transport"],
-        kernels=native.use(options["kernels"]).variant,
-        threads=options["threads"] or cores,
-        gpu_threads=options["gpu_threads"] or cores,
-        dtype=options["dtype"],
-        step_tokens=options["step_tokens"],
-        micro_batches=options["micro_batches"],
-        spin_us=options["spin_us"],
-        link_gbps=options["link_gbps"],
-        link_rtt_us=options["link_rtt_us"],
-        key=options["key"],
-        server_model=options["server_model"],
-        baselines=options["baselines"],
-        plan=Plan(
-            prefill=options["prefill"],
-            decode=tuple(
-                (context, batch) for context in options["context"] for batch in options["batch"]
-            ),
-            generation=(min(128, max(options["prefill"])), 32),
-            repeats=options["repeats"],
-            decode_steps=options["decode_steps"],
-        ),
-        default_prefill="prefill" not in given,
-        default_context="context" not in given,
-    )
 
 
 def _say(line: str) -> None:

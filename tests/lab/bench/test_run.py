@@ -84,7 +84,7 @@ def test_an_interrupted_run_says_what_is_missing(
         yield Finished(tee_peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 
     # Workers that answer so, and services that are none.
-    monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))
+    monkeypatch.setattr("tsqp.lab.bench.run.run_job", lambda _where, _measure, job: broken(job))
     monkeypatch.setattr(prepare, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "published", "row-mix")
     made = Bench(settings(saved_model().directory, *names, baselines=True), print)

@@ -26,6 +26,7 @@ from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.model import Case, Document, Finished, RequestTimes, Timeline
+from tsqp.link import Link
 
 # Of every case, before anything is timed.
 WARM_UP = 2
@@ -194,8 +195,7 @@ class BenchSettings(Measuring):
     policies: tuple[tuple[str, Policy], ...]
     endpoints: tuple[str, ...] = ()
     threads: int = 1
-    link_gbps: float | None = None
-    link_rtt_us: float = 0.0
+    link: Link | None = None
     key: Path | None = None
     server_model: Path | None = None
     baselines: bool = True
@@ -211,14 +211,6 @@ class BenchSettings(Measuring):
         return bool(self.endpoints) or not (
             self.device == "null" or self.device.startswith("model:")
         )
-
-    @property
-    def link(self) -> str | None:
-        """The modelled link, for people."""
-        if self.link_gbps is None and self.link_rtt_us == 0:
-            return None
-        rate = f"{self.link_gbps:g} Gbit/s" if self.link_gbps is not None else "unbounded rate"
-        return f"{rate}, {self.link_rtt_us:g} us round trip"
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ What is there when a run is interrupted is reported as far as it goes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
@@ -52,8 +52,6 @@ from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-A = TypeVar("A")
-
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
 
@@ -73,9 +71,7 @@ class Bench:
         self._policies: list[PolicyRun] = []
         self._baselines: list[Baseline] = []
         self._ping_pong: tuple[PingPong, ...] = ()
-        self._finished: set[str] = set()
         self._incomplete: str | None = None
-        self._created = datetime.now(UTC)
         self._shape = shape_of(settings.model, settings.shape)
         self._config = config = self._shape.config()
         fitted = settings.plan.fitted(
@@ -85,6 +81,23 @@ class Bench:
             context=settings.default_context,
         )
         self._settings = replace(settings, plan=fitted)
+        given = settings.endpoints
+        self._setup = Setup(
+            command=settings.command,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=config.num_hidden_layers,
+            dtype=settings.dtype or config.dtype,
+            device="given services" if given else settings.device,
+            transport=given[0].split("://", 1)[0] if given else settings.transport,
+            link=None if settings.link is None else str(settings.link),
+            tee_threads=settings.threads,
+            gpu_threads=None if given else settings.gpu_threads,
+            spin_us=settings.spin_us,
+            step_tokens=settings.step_tokens,
+            kernels=settings.kernels,
+        )
         self._all_policies = [*settings.policies]
         if settings.baselines and all(policy.services for _, policy in settings.policies):
             self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
@@ -106,10 +119,11 @@ class Bench:
 
     def _missing(self) -> Iterator[str]:
         """Say what has not been measured, or not to its end."""
-        begun = {run.policy for run in self._policies}
+        # What the end of a policy's measurements says is not 0.
+        begun = {run.policy: run.tee_peak_bytes > 0 for run in self._policies}
         names = [policy.name for _, policy in self._all_policies]
         for what, found in (
-            ("in part", [name for name in names if name in begun - self._finished]),
+            ("in part", [name for name in names if begun.get(name) is False]),
             ("not", [name for name in names if name not in begun]),
         ):
             if found:
@@ -124,24 +138,8 @@ class Bench:
 
     def report(self) -> Report:
         """Return what has been measured so far."""
-        settings, config, given = self._settings, self._config, self._settings.endpoints
         return Report(
-            setup=Setup(
-                command=settings.command,
-                created=self._created.isoformat(timespec="seconds"),
-                machine=describe_machine(),
-                model=self._shape.name,
-                num_hidden_layers=config.num_hidden_layers,
-                dtype=settings.dtype or config.dtype,
-                device="given services" if given else settings.device,
-                transport=given[0].split("://", 1)[0] if given else settings.transport,
-                link=settings.link,
-                tee_threads=settings.threads,
-                gpu_threads=None if given else settings.gpu_threads,
-                spin_us=settings.spin_us,
-                step_tokens=settings.step_tokens,
-                kernels=settings.kernels,
-            ),
+            setup=self._setup,
             policies=tuple(self._policies),
             baselines=tuple(self._baselines),
             ping_pong=self._ping_pong,
@@ -269,8 +267,7 @@ class Bench:
                 used = hollow if self._needs_hollow(policy) else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            for found in self._measure_baselines(folder, model):
-                self._baselines += found
+            self._measure_baselines(folder, model)
             self._say("baseline: raw ping-pong")
             self._ping_pong = ping_pong()
 
@@ -304,21 +301,35 @@ class Bench:
             bank=given,
         )
         answers: list[Answer] = []
+        # Without a last answer, 0 for what only that says.
+        finished = Finished()
         try:
-            for answer in self._answers(job):
+            for answer in run_job(f"policy {name}", measure, job):
                 if isinstance(answer, str):
                     self._say(f"{policy.name}: {answer}")
+                elif isinstance(answer, Finished):
+                    finished = answer
                 else:
                     answers.append(answer)
-            self._finished.add(policy.name)
         finally:
             gpu_peak_bytes: int | None = None
             with suppress(OSError):
                 gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
             if answers:
-                self._policies.append(_policy_run(policy, answers, gpu_peak_bytes))
+                self._policies.append(
+                    PolicyRun(
+                        policy=policy.name,
+                        summary=policy.summary,
+                        leakage_summary=policy.leakage_summary(),
+                        cases=tuple(one for one in answers if isinstance(one, Case)),
+                        generation=next((a for a in answers if isinstance(a, RequestTimes)), None),
+                        timelines=tuple(one for one in answers if isinstance(one, Timeline)),
+                        gpu_peak_bytes=gpu_peak_bytes,
+                        **dict(finished),
+                    )
+                )
 
-    def _measure_baselines(self, folder: Path, model: Path) -> Iterator[Sequence[Baseline]]:
+    def _measure_baselines(self, folder: Path, model: Path) -> None:
         """Measure those that can be: of the same cases, with the same threads and dtype.
 
         `folder`: for the sockets of services. Raises ProcessError.
@@ -340,7 +351,7 @@ class Bench:
                 "new_tokens": plan.decode_steps if contexts else 0,
                 "repeats": plan.repeats,
             }
-            yield in_fresh_process(
+            self._baselines += in_fresh_process(
                 _baseline, "transformers_baseline", options, where="baseline transformers"
             )
         if not settings.endpoints:
@@ -357,41 +368,21 @@ class Bench:
                     "against": "cpu" if settings.computes else "null",
                     "timeout_s": 120.0,
                 }
-                yield in_fresh_process(
+                self._baselines += in_fresh_process(
                     _baseline, "published_client", options, where="baseline published client"
                 )
         # There is an accelerator here, that of our own services.
         if settings.device.startswith("cuda") and not settings.endpoints and contexts:
             self._say("baseline: the GPU alone, unmasked")
             options = {"model": model, "device": settings.device, "context": contexts, "steps": 50}
-            yield in_fresh_process(_baseline, "unmasked_gpu", options, where="baseline GPU alone")
-
-    def _answers(self, job: PolicyJob) -> Iterator[Answer]:
-        """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        return run_job(f"policy {job.policy}", measure, job)
+            self._baselines += in_fresh_process(
+                _baseline, "unmasked_gpu", options, where="baseline GPU alone"
+            )
 
 
 def _baseline(module: str, options: dict[str, Any]) -> Any:
     """Return what a baseline's script measures; what it imports is for its process alone."""
     return import_module(f"tsqp.lab.bench.{module}").measure_all(SimpleNamespace(**options))
-
-
-def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int | None) -> PolicyRun:
-    """Return what there is; without a last answer, 0 for what only that says."""
-
-    def of(kind: type[A]) -> list[A]:
-        return [answer for answer in answers if isinstance(answer, kind)]
-
-    return PolicyRun(
-        policy=policy.name,
-        summary=policy.summary,
-        leakage_summary=policy.leakage_summary(),
-        cases=tuple(of(Case)),
-        generation=next(iter(of(RequestTimes)), None),
-        timelines=tuple(of(Timeline)),
-        gpu_peak_bytes=gpu_peak_bytes,
-        **dict(next(iter(of(Finished)), Finished())),
-    )
 
 
 def _reason(error: BaseException) -> str:

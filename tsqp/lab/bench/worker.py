@@ -40,7 +40,6 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, random_ids, rounds
-from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
@@ -72,11 +71,7 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
         engine=EngineSettings(step_tokens=given.step_tokens),
         micro_batches=given.micro_batches,
         spin_us=given.spin_us,
-        link=(
-            None
-            if given.link_gbps is None and given.link_rtt_us == 0
-            else Link(given.link_gbps, given.link_rtt_us)
-        ),
+        link=given.link,
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
