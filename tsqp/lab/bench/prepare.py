@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -68,19 +69,13 @@ def random_model(directory: Path, shape: Shape, *, linear: bool) -> Path:
     return directory
 
 
-def model_tensors(config: ModelConfig, *, linear: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a directory of this model has.
+def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
+    """Return the size of the tensors on disk; their names and shapes come to a little more.
 
     `linear`: with the linear modules; without them, what the TEE needs where they are elsewhere.
     """
-    tensors = light_tensors(config)
-    return tensors | linear_tensors(config) if linear else tensors
-
-
-def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
-    """Return the size of the tensors on disk; their names and shapes come to a little more."""
-    shapes = model_tensors(config, linear=linear).values()
-    return sum(math.prod(shape) for shape in shapes) * DTYPE.itemsize
+    shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
+    return sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
 
 
 def write_random_model(directory: Path, settings: Mapping[str, Any], linear: bool = True) -> int:
@@ -92,7 +87,8 @@ def write_random_model(directory: Path, settings: Mapping[str, Any], linear: boo
     says so before).
     """
     (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
-    shapes = model_tensors(read_config(directory), linear=linear)
+    config = read_config(directory)
+    shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
     blocks: dict[float, torch.Tensor] = {}
@@ -292,36 +288,25 @@ def _new_bank(model: Path, policy: Policy, tokens: int, path: Path) -> tuple[Ban
     return store, PadMaker(mask, read_weights(checkpoint, config, mask.arithmetic))
 
 
-def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
+def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
     """Make pads as `tee-runner pads make` does, into a bank of their own, and time it.
 
-    By this process's threads. `path`: of the bank, which is removed again. The weights' values make
-    no difference to time. Raises TsqpError.
+    By this process's threads. `folder`: where the bank is made, and removed again. The weights'
+    values make no difference to time. Raises TsqpError.
     """
-    store, maker = _new_bank(model, policy, TIMED_PADS, path)
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        store, maker = _new_bank(model, policy, TIMED_PADS, Path(place) / "pads")
         with store:
             maker.fill(store, TIMED_PADS - PAD_BATCH)  # reads the weights a first time
             started, cpu_before = time.perf_counter_ns(), cpu_ns()
             maker.fill(store, PAD_BATCH)
             cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
-    finally:
-        remove_bank(path)
     return PadMaking(
         phases=pad_phases(policy),
         token_ms=elapsed / 1e6 / PAD_BATCH,
         cpu_ms=cpu / 1e6 / PAD_BATCH,
         batch_tokens=PAD_BATCH,
     )
-
-
-def remove_bank(path: Path) -> None:
-    """Delete a bank with the files beside it."""
-    for file in path.parent.glob(f"{path.name}*"):
-        if file.is_dir():
-            shutil.rmtree(file)
-        else:
-            file.unlink()
 
 
 # ------------------------------------------------------------------------------------ services

@@ -96,25 +96,18 @@ class PublishedClient:
         response: dict[str, Any] = reply["response"]
         return response
 
-    def embedding(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Look up float32 [B, T, D] for int64 [B, T]."""
-        return self._tensor("Embedding", _field(ids_BT, "input_ids", "input_shape"))
-
     def linear(self, layer: int, module: str, hidden: torch.Tensor) -> torch.Tensor:
         """Apply one module."""
         sent = _field(hidden, "hidden_states", "shape")
-        return self._tensor("Linear", {"layer_idx": layer, "module_name": module, **sent})
+        return self.tensor("Linear", {"layer_idx": layer, "module_name": module, **sent})
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply, in batches."""
         sent = _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
-        return self._tensor("Matmul", sent)
+        return self.tensor("Matmul", sent)
 
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
-        return self._tensor("LMHead", _field(hidden, "hidden_states", "shape"))
-
-    def _tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
+    def tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
+        """Send one request, and return the tensor of its response."""
         response = self.call(method, {**request, "dtype": _WIRE_DTYPE})
         ProtocolError.unless(
             response["dtype"] == _WIRE_DTYPE,
@@ -146,11 +139,13 @@ class PublishedModel:
             for name, norm in init["norm_weights"].items()
         }
         hidden = torch.zeros(1, 1, sizes["hidden_size"])
-        self.vocab_size = client.lm_head(hidden).shape[-1]
+        self.vocab_size = client.tensor("LMHead", _field(hidden, "hidden_states", "shape")).shape[
+            -1
+        ]
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits of the last token, float32 [B, 1, V]."""
-        x_BTD = self.client.embedding(ids_BT)
+        x_BTD = self.client.tensor("Embedding", _field(ids_BT, "input_ids", "input_shape"))
         angles_TC = torch.outer(torch.arange(ids_BT.shape[1]).float(), self._inv_freq).repeat(1, 2)
         cos_TC, sin_TC = (x * self._attention_scaling for x in (angles_TC.cos(), angles_TC.sin()))
         for layer in range(self._layers):
@@ -161,7 +156,8 @@ class PublishedModel:
             up_BTF = self.client.linear(layer, "up_proj", h_BTD)
             activated_BTF = torch.nn.functional.silu(gate_BTF) * up_BTF
             x_BTD = x_BTD + self.client.linear(layer, "down_proj", activated_BTF)
-        return self.client.lm_head(self._norm("final_norm", x_BTD[:, -1:]))
+        h_B1D = self._norm("final_norm", x_BTD[:, -1:])
+        return self.client.tensor("LMHead", _field(h_B1D, "hidden_states", "shape"))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, eps = self._norms[name]
@@ -206,22 +202,6 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 
 
 # -------------------------------------------------------------------------------- measurement
-
-
-def measure_forward(
-    model: PublishedModel, tokens: int, repeats: int, case_s: float, against: Against
-) -> Baseline:
-    """Time one pass over a prompt of so many random tokens.
-
-    Runs it `repeats` times, or until `case_s` is over; at least once.
-    """
-    before, ids = (
-        replace(model.client.traffic),
-        random_ids(model.vocab_size, tokens, seed=tokens),
-    )
-    step_ms = Spread.of([_timed_ms(model, ids) for _ in rounds(repeats, case_s)])
-    about = "REQ socket, inline schema, one RPC per module, no fused modules"
-    return _baseline(model, before, about, tokens, 0, against, step_ms)
 
 
 def measure_new_tokens(
@@ -293,8 +273,13 @@ def measure_all(options: Any) -> list[Baseline]:
     with closing(PublishedClient(options.endpoint, timeout_s=options.timeout_s)) as client:
         model = PublishedModel(client)
         model.forward(random_ids(model.vocab_size, 1, seed=1))  # warms up
-        often = options.repeats, options.case_s
-        found = [measure_forward(model, tokens, *often, against) for tokens in lengths]
+        found = []
+        about = "REQ socket, inline schema, one RPC per module, no fused modules"
+        for tokens in lengths:
+            before, ids = replace(client.traffic), random_ids(model.vocab_size, tokens, seed=tokens)
+            often = rounds(options.repeats, options.case_s)
+            step_ms = Spread.of([_timed_ms(model, ids) for _ in often])
+            found.append(_baseline(model, before, about, tokens, 0, against, step_ms))
         if options.new_tokens:
             some = options.new_tokens, options.sampled
             found.append(measure_new_tokens(model, max(lengths), *some, against))

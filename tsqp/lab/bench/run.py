@@ -284,13 +284,12 @@ class Bench:
         else:
             served = settings.server_model if policy.feature_mask else None
             services = prepare.start_services(running, policy, served or model, folder, settings)
-        bank = folder / "pads"
+        bank = Path(running.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
         given = prepare.pad_bank(
             model, policy, self._pads(policy), bank, zeros=not settings.computes
         )
-        running.callback(prepare.remove_bank, bank)
         job = PolicyJob(
             # Policies are read again there.
             replace(settings, policies=()),

@@ -84,7 +84,7 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
         cached, pads = given.plan.cached_tokens(given.step_tokens), None
         if job.bank:
             yield "making pads"
-            pads = pad_making(job.model, policy, job.bank.with_name(f"{job.bank.name}-timed"))
+            pads = pad_making(job.model, policy, job.bank.parent)
         yield Finished(
             tee_peak_bytes=peak,
             kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
