@@ -286,12 +286,22 @@ def tee_parts(
             linear += out_features * in_features * itemsize
         else:
             linear += out_features * (in_features + _FLOAT_BYTES)
+    # Made in memory ahead of use, for as many rows as a step may have.
+    pads = 0
+    for mask, layout in pad_layouts(policy, config).items():
+        in_prefill = any(
+            policy.at(site.operator, site.layer, "prefill").mask == mask for site in layout.sites
+        )
+        # One site's weight is quantised at a time while pads are made.
+        weight = max(site.in_features * site.out_features for site in layout.sites)
+        each = rows if in_prefill else min(step_tokens, sequences)
+        pads += layout.token_bytes * max(AHEAD_IN_MEMORY, each) + weight
     kv_cache = kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize)
     return {
         "process": PROCESS_BYTES,
         "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
         "linear weights": linear,
-        "pads": _pad_bytes(config, policy, prefill=rows, decode=min(step_tokens, sequences)),
+        "pads": pads,
         "KV cache": kv_cache * (layers - elsewhere) // layers,
         "temporaries": _temporary_bytes(config, rows, tokens),
     }
@@ -312,20 +322,6 @@ def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:
     # In integers the LM head is one of the linear weights.
     apart = head and policy.arithmetic == "float" and not (embedding and config.tie_word_embeddings)
     return (embedding + apart) * config.vocab_size * config.hidden_size * itemsize
-
-
-def _pad_bytes(config: ModelConfig, policy: Policy, *, prefill: int, decode: int) -> int:
-    """Count pads made in memory ahead of use, for as many rows as a step may have."""
-    total = 0
-    for mask, layout in pad_layouts(policy, config).items():
-        in_prefill = any(
-            policy.at(site.operator, site.layer, "prefill").mask == mask for site in layout.sites
-        )
-        # One site's weight is quantised at a time while pads are made.
-        weight = max(site.in_features * site.out_features for site in layout.sites)
-        rows = max(AHEAD_IN_MEMORY, prefill if in_prefill else decode)
-        total += layout.token_bytes * rows + weight
-    return total
 
 
 def _temporary_bytes(config: ModelConfig, rows: int, context: int) -> int:

@@ -44,10 +44,6 @@ class Stages(Document):
         """All of it."""
         return sum((getattr(self, name) for name in type(self).model_fields), start=0.0)
 
-    def __add__(self, other: Stages) -> Stages:
-        names = type(self).model_fields
-        return Stages(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
 
 # What a baseline's service does, where it has one.
 Against: TypeAlias = Literal["null", "cpu", "none"]

@@ -136,7 +136,8 @@ def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
 
 def sum_stages(stages: Iterable[Stages]) -> Stages:
     """Add up."""
-    return sum(stages, Stages())
+    added = list(stages)
+    return Stages(**{name: sum(getattr(one, name) for one in added) for name in STAGES})
 
 
 def case_stages(case: Case) -> Stages:
@@ -356,10 +357,9 @@ def growth(report: Report) -> list[Growth]:
 # ---------------------------------------------------------------------------------- sentences
 
 
-def caveats(report: Report) -> list[str]:
+def caveats(report: Report) -> Iterator[str]:
     """Say what must be known before any figure is read, a sentence each."""
     device = report.setup.device
-    found = []
     if computes(device) is False and any(c.rpcs for run in report.policies for c in run.cases):
         served = (
             "nothing is computed at the service: tokens/s are an upper bound"
@@ -367,7 +367,7 @@ def caveats(report: Report) -> list[str]:
             else "the service computes nothing and takes the time that was described to it:"
             " tokens/s are modelled"
         )
-        found.append(
+        yield (
             f"With device {device} {served}, and policies that compute in the TEE what others"
             " leave to the service are not comparable with those."
         )
@@ -379,8 +379,7 @@ def caveats(report: Report) -> list[str]:
         )
         if computes(device) is False:
             text += "; the factors of these pads are zeros, which cost as much to use"
-        found.append(f"{text}.")
-    return found
+        yield f"{text}."
 
 
 def at_most(report: Report) -> str:
@@ -398,24 +397,25 @@ def uses_pads(run: PolicyRun) -> bool:
     )
 
 
-def missing(report: Report) -> list[str]:
-    """Say what a report lacks, a sentence each; empty if it is complete."""
-    found = [f"The run is incomplete: {report.incomplete}."] if report.incomplete else []
+def missing(report: Report) -> Iterator[str]:
+    """Say what a report lacks, a sentence each; nothing if it is complete."""
+    if report.incomplete:
+        yield f"The run is incomplete: {report.incomplete}."
     if not report.policies:
-        found.append("No policy was measured.")
+        yield "No policy was measured."
     for run in report.policies:
-        lacking: list[str] = [
-            phase for phase in PHASES if not any(c.phase == phase for c in run.cases)
-        ]
-        lacking += ["generation"] if run.generation is None else []
-        lacking += ["timeline"] if not run.timelines else []
-        if lacking:
-            found.append(f"{run.policy} lacks: {', '.join(lacking)}.")
+        phases = {case.phase for case in run.cases}
+        parts = {phase: phase in phases for phase in PHASES} | {
+            "generation": run.generation is not None,
+            "timeline": bool(run.timelines),
+        }
+        if not all(parts.values()):
+            lacking = ", ".join(name for name, is_there in parts.items() if not is_there)
+            yield f"{run.policy} lacks: {lacking}."
     if not report.baselines:
-        found.append("No baseline was measured: ratios to other systems are missing.")
+        yield "No baseline was measured: ratios to other systems are missing."
     if not report.ping_pong:
-        found.append("No ping-pong was measured: the floor of the transport is unknown.")
-    return found
+        yield "No ping-pong was measured: the floor of the transport is unknown."
 
 
 def findings(report: Report) -> Iterator[str]:
