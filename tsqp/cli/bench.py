@@ -199,46 +199,45 @@ def bench(
         for name in context.params
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     )
-    with outputs.checked():
-        for name in ("device", "transport", "gpu_threads"):
-            SettingsError.unless(
-                not options["gpu"] or name not in given,
-                f"--{name.replace('_', '-')}",
-                "it together with --gpu",
-                "one of them: no service is started",
-            )
-        cores, gbps, rtt_us = torch.get_num_threads(), options["link_gbps"], options["link_rtt_us"]
-        settings = BenchSettings(
-            command=shlex.join(["tsqp", *sys.argv[1:]]),
-            policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
-            model=model_directory(model) if model else None,
-            shape=shape,
-            endpoints=options["gpu"],
-            shares_in_the_clear=options["shares_in_the_clear"],
-            device=options["device"],
-            transport=options["transport"],
-            kernels=native.use(options["kernels"]).variant,
-            threads=options["threads"] or cores,
-            gpu_threads=options["gpu_threads"] or cores,
-            dtype=options["dtype"],
-            step_tokens=options["step_tokens"],
-            micro_batches=options["micro_batches"],
-            spin_us=options["spin_us"],
-            link=None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us),
-            key=options["key"],
-            server_model=options["server_model"],
-            baselines=options["baselines"],
-            plan=Plan(
-                prefill=options["prefill"],
-                decode=tuple(product(options["context"], options["batch"])),
-                generation=(min(128, max(options["prefill"])), 32),
-                repeats=options["repeats"],
-                decode_steps=options["decode_steps"],
-            ),
-            default_prefill="prefill" not in given,
-            default_context="context" not in given,
+    for name in ("device", "transport", "gpu_threads"):
+        SettingsError.unless(
+            not options["gpu"] or name not in given,
+            f"--{name.replace('_', '-')}",
+            "it together with --gpu",
+            "one of them: no service is started",
         )
-        run = Bench(settings, _say)
+    cores, gbps, rtt_us = torch.get_num_threads(), options["link_gbps"], options["link_rtt_us"]
+    settings = BenchSettings(
+        command=shlex.join(["tsqp", *sys.argv[1:]]),
+        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
+        model=model_directory(model) if model else None,
+        shape=shape,
+        endpoints=options["gpu"],
+        shares_in_the_clear=options["shares_in_the_clear"],
+        device=options["device"],
+        transport=options["transport"],
+        kernels=native.use(options["kernels"]).variant,
+        threads=options["threads"] or cores,
+        gpu_threads=options["gpu_threads"] or cores,
+        dtype=options["dtype"],
+        step_tokens=options["step_tokens"],
+        micro_batches=options["micro_batches"],
+        spin_us=options["spin_us"],
+        link=None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us),
+        key=options["key"],
+        server_model=options["server_model"],
+        baselines=options["baselines"],
+        plan=Plan(
+            prefill=options["prefill"],
+            decode=tuple(product(options["context"], options["batch"])),
+            generation=(min(128, max(options["prefill"])), 32),
+            repeats=options["repeats"],
+            decode_steps=options["decode_steps"],
+        ),
+        default_prefill="prefill" not in given,
+        default_context="context" not in given,
+    )
+    run = Bench(settings, _say)
     outputs.report_of(run, lambda report: show(report, console, details=details))
     if not outputs.written:
         context.exit(EXIT_FAILURE)
@@ -349,16 +348,15 @@ def plan(
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:
         outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say_of_plan)
-        with outputs.checked():
-            SettingsError.unless(
-                device is None or device.startswith("cuda"),
-                "--device",
-                repr(device),
-                "cuda or cuda:N",
-            )
-            if device is not None:
-                parse_device(device)
-            measured = fit_machine(cores, options["spin_us"], device, _say_of_plan)
+        SettingsError.unless(
+            device is None or device.startswith("cuda"),
+            "--device",
+            repr(device),
+            "cuda or cuda:N",
+        )
+        if device is not None:
+            parse_device(device)
+        measured = fit_machine(cores, options["spin_us"], device, _say_of_plan)
         outputs.write(measured)
         if not outputs.written:
             run.exit(EXIT_FAILURE)
@@ -394,10 +392,9 @@ def read_link(text: str | None) -> Link:
 
     if text is None:
         return Link(None, 0.0)
-    parts = [part.strip() for part in text.split(",")]
+    gbps, _, rtt_us = text.partition(",")
     try:
-        gbps, rtt_us = parts
-        return Link(None if gbps == "any" else float(gbps), float(rtt_us))
+        return Link(None if gbps.strip() == "any" else float(gbps), float(rtt_us))
     except ValueError:
         raise SettingsError(
             "--link", got=repr(text), expected="GBPS,RTT_US such as 10,100, or any,100"

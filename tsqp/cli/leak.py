@@ -220,10 +220,7 @@ def leak(
 
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
-        with outputs.checked():
-            laboratory = Laboratory(
-                _settings(model, shape, folder, fail_above, options), folder, watch
-            )
+        laboratory = Laboratory(_settings(model, shape, folder, fail_above, options), folder, watch)
         report = outputs.report_of(
             laboratory, lambda report: show(report, console, details=details)
         )

@@ -405,10 +405,8 @@ def missing(report: Report) -> Iterator[str]:
         yield "No policy was measured."
     for run in report.policies:
         phases = {case.phase for case in run.cases}
-        parts = {phase: phase in phases for phase in PHASES} | {
-            "generation": run.generation is not None,
-            "timeline": bool(run.timelines),
-        }
+        parts: dict[str, bool] = {phase: phase in phases for phase in PHASES}
+        parts |= {"generation": run.generation is not None, "timeline": bool(run.timelines)}
         if not all(parts.values()):
             lacking = ", ".join(name for name, is_there in parts.items() if not is_there)
             yield f"{run.policy} lacks: {lacking}."
