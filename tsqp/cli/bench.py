@@ -356,8 +356,7 @@ def plan(
         )
         if device is not None:
             parse_device(device)
-        measured = fit_machine(cores, options["spin_us"], device, _say_of_plan)
-        outputs.write(measured)
+        outputs.write(fit_machine(cores, options["spin_us"], device, _say_of_plan))
         if not outputs.written:
             run.exit(EXIT_FAILURE)
         return

@@ -314,12 +314,8 @@ class _Stream:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send frames one behind the other, in one system call where they fit."""
-        sent = self._socket.sendmsg(frames)
-        for frame in frames:
-            if sent < len(frame):
-                self._socket.sendall(memoryview(frame)[sent:])
-            sent = max(0, sent - len(frame))
+        # A socket that blocks takes all of them, one behind the other.
+        self._socket.sendmsg(frames)
 
     def receive(self) -> Sequence[object] | None:
         got = 0

@@ -305,18 +305,15 @@ def timelines(report: Report) -> list[tuple[str, list[Picture]]]:
 
 def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
     """Draw when each side is busy in one step, and two layers enlarged."""
-    window = _window(timeline)
-    panels = 1 if window is None else 2
+    panels = [("the whole step", 0.0, length_us(timeline)), *_middle(timeline)]
     height = 0.26 * len(RESOURCES) * len(lanes(timeline)) + 0.85
-    with drawing(panels * height + 0.3) as figure:
-        axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-        _lanes_panel(axes[0], timeline, (0.0, length_us(timeline)))
-        axes[0].set_title("the whole step")
-        if window is not None:
-            title, begin, end = window
-            _lanes_panel(axes[1], timeline, (begin, end))
-            axes[1].set_title(title, pad=16)
-            _name_operators(axes[1], timeline, (begin, end))
+    with drawing(len(panels) * height + 0.3) as figure:
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axis, (title, begin, end) in zip(axes, panels, strict=True):
+            _lanes_panel(axis, timeline, (begin, end))
+            axis.set_title(title, pad=16 if axis is not axes[0] else None)
+        for axis, (_, begin, end) in zip(axes[1:], panels[1:], strict=True):
+            _name_operators(axis, timeline, (begin, end))
             axes[0].axvspan(begin / 1e3, end / 1e3, color="#000000", alpha=0.07, linewidth=0)
         axes[-1].set_xlabel("ms from the step's start")
         used = {f"{span.stage}_us" for span in timeline.spans}
@@ -338,16 +335,16 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         return picture(figure, f"One step: {run.policy}, {name}", caption)
 
 
-def _window(timeline: Timeline) -> tuple[str, float, float] | None:
-    """Return two layers in the middle of the first lane, and when they start and end."""
+def _middle(timeline: Timeline) -> list[tuple[str, float, float]]:
+    """Return two layers in the middle of the first lane, and when they start and end; or none."""
     own = [span for span in timeline.spans if span.lane == lanes(timeline)[0]]
     layers = sorted({span.layer for span in own if span.layer is not None})
     if len(layers) < 4:
-        return None
+        return []
     middle = layers[len(layers) // 2 - 1 : len(layers) // 2 + 1]
     times = times_of(span for span in own if span.layer in middle)
     begin, end = min(start for start, _ in times), max(stop for _, stop in times)
-    return (f"layers {middle[0]} and {middle[1]}", begin, end) if end > begin else None
+    return [(f"layers {middle[0]} and {middle[1]}", begin, end)] if end > begin else []
 
 
 def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) -> None:

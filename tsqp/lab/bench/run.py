@@ -60,13 +60,11 @@ _PUBLISHED_NEW_TOKENS = 64
 # For one length of one baseline; the slowest take 6 s a pass.
 _BASELINE_S = 5.0
 
-Say = Callable[[str], None]
-
 
 class Bench:
     """One run. Everything is checked before anything is made or measured."""
 
-    def __init__(self, settings: BenchSettings, say: Say) -> None:
+    def __init__(self, settings: BenchSettings, say: Callable[[str], None]) -> None:
         self._say = say
         self._policies: list[PolicyRun] = []
         self._baselines: list[Baseline] = []

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from protocol.errors import SettingsError
@@ -39,12 +38,10 @@ class Shape:
         return replace(self, settings={**self.settings, "num_hidden_layers": count})
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        name: Shape(name, MappingProxyType(shape["settings"]))
-        for name, shape in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
-    }
-)
+SHAPES: Mapping[str, Shape] = {
+    name: Shape(name, shape["settings"])
+    for name, shape in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
+}
 
 
 def find_shape(name: str) -> Shape:

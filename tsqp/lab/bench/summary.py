@@ -127,11 +127,13 @@ def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
 
 def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
     places = {place for cost in costs for place in cost.place.split("+")}
-    place = "+".join(sorted(places, reverse=True))
-    whole: dict[str, Any] = {"operator": name, "layer": None, "place": place}
-    for count in ("calls", "rpcs", "bytes_sent", "bytes_received"):
-        whole[count] = math.fsum(getattr(cost, count) for cost in costs)
-    return OperatorCost.model_validate(whole | {"stages": sum_stages(c.stages for c in costs)})
+    place: Any = "+".join(sorted(places, reverse=True))
+    counts = {
+        count: math.fsum(getattr(cost, count) for cost in costs)
+        for count in ("calls", "rpcs", "bytes_sent", "bytes_received")
+    }
+    stages = sum_stages(cost.stages for cost in costs)
+    return OperatorCost(operator=name, layer=None, place=place, stages=stages, **counts)
 
 
 def sum_stages(stages: Iterable[Stages]) -> Stages:
