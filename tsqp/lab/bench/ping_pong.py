@@ -76,17 +76,14 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-# What the raw echo has beside ZeroMQ: plain stream sockets, and shared memory.
-TCP_SOCKET = "socket://"
-SHARED_MEMORY = "shm://"
-_UNIX = ("unix://", SHARED_MEMORY)
-# Where our service binds and where the raw echo does, `{folder}` filled in; None: no such thing.
-TRANSPORTS: dict[str, tuple[str | None, str]] = {
-    "zeromq-ipc": ("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
-    "zeromq-tcp": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
-    "unix": ("unix://{folder}/ours.sock", "unix://{folder}.sock"),
-    "shm": ("shm://{folder}/ours.sock", "shm://{folder}.sock"),
-    "tcp": (None, f"{TCP_SOCKET}127.0.0.1:0"),
+# Where our service binds (None: it has no such transport), which end of the raw echo is used, and
+# where that listens; `{folder}` filled in.
+TRANSPORTS: dict[str, tuple[str | None, Literal["zeromq", "stream", "shm"], Any]] = {
+    "zeromq-ipc": ("ipc://{folder}/ours.ipc", "zeromq", "ipc://{folder}.ipc"),
+    "zeromq-tcp": ("tcp://127.0.0.1:*", "zeromq", "tcp://127.0.0.1:*"),
+    "unix": ("unix://{folder}/ours.sock", "stream", "{folder}.sock"),
+    "shm": ("shm://{folder}/ours.sock", "shm", "{folder}.sock"),
+    "tcp": (None, "stream", ("127.0.0.1", 0)),
 }
 
 
@@ -103,7 +100,8 @@ OPTIONS: dict[str, Any] = {
 @contextmanager
 def raw_pings(
     submit: Callable[..., Future[None]],
-    address: str,
+    kind: str,
+    place: Any,
     request: Sequence[Buffer],
     reply: Sequence[Buffer],
     spin_us: float,
@@ -112,10 +110,10 @@ def raw_pings(
     sizes = sum(map(len, request)), sum(map(len, reply))
     serving: list[Future[None]] = []
 
-    def begin(listening: str) -> None:
-        serving.append(submit(serve, listening, sizes[0], [*map(len, reply)], spin_us))
+    def begin(listening: Any) -> None:
+        serving.append(submit(serve, kind, listening, sizes[0], [*map(len, reply)], spin_us))
 
-    frames, end = [bytes(frame) for frame in request], open_end(address, sizes, spin_us, begin)
+    frames, end = [bytes(frame) for frame in request], open_end(kind, place, sizes, spin_us, begin)
 
     def round_trip() -> None:
         end.send(frames)
@@ -176,7 +174,7 @@ def interleaved(
 
 def measure(name: str, submit: Callable[..., Future[None]], options: Any) -> Iterator[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
-    (ours, raw), spin_us = TRANSPORTS[name], options.spin_us
+    (ours, end, raw), spin_us = TRANSPORTS[name], options.spin_us
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if ours is not None:
@@ -191,8 +189,8 @@ def measure(name: str, submit: Callable[..., Future[None]], options: Any) -> Ite
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
                 if ours is not None:
                     kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
-                address = raw.format(folder=f"{folder}/{payload}")
-                pings = raw_pings(submit, address, *frames_of(hidden), spin_us)
+                place = raw.format(folder=f"{folder}/{payload}") if isinstance(raw, str) else raw
+                pings = raw_pings(submit, end, place, *frames_of(hidden), spin_us)
                 kinds["raw"] = of_payload.enter_context(pings)
                 times = interleaved(list(kinds.values()), options.round_trips)
             for kind, found in zip(kinds, times, strict=True):
@@ -222,49 +220,45 @@ def measure_round_trips(options: Any) -> list[PingPong]:
 # ----------------------------------------------------------------------------------- raw echo
 
 
-def serve(address: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float) -> None:
+def serve(
+    kind: str, place: Any, request_bytes: int, reply_sizes: Sequence[int], spin_us: float
+) -> None:
     """Answer each request of the one that listens there, until it has gone."""
     reply = [bytes(size) for size in reply_sizes]
     gc.collect()
     gc.freeze()  # as gpu-service does
-    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us)
+    end = open_end(kind, place, (request_bytes, sum(reply_sizes)), spin_us)
     while end.receive() is not None:
         end.send(reply)
     end.close()
 
 
 def open_end(
-    address: str,
+    kind: str,
+    place: Any,
     sizes: tuple[int, int],
     spin_us: float,
-    begin: Callable[[str], None] | None = None,
+    begin: Callable[[Any], None] | None = None,
 ) -> _Zmq | _Stream:
     """Return the end that echoes, or the one that pings: it listens, and has the other `begin`.
 
-    `address`: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
-    `socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the
-    socket to wake up by. `sizes`: of a request and a reply in bytes. An end's `receive` returns
-    None once the peer has gone.
+    `kind`: "zeromq" (zero-copy receive), a plain "stream" socket, or "shm": one slot of a segment,
+    with a socket to wake up by. `place`: an endpoint of ZeroMQ, a path, or a host and a port.
+    `sizes`: of a request and a reply in bytes. An end's `receive` returns None once the peer has
+    gone.
     """
-    if not address.startswith((*_UNIX, TCP_SOCKET)):
-        return _Zmq(address, spin_us, begin)
-    _, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
-    is_tcp = address.startswith(TCP_SOCKET)
-    stream = socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX, socket.SOCK_STREAM)
-    at = (host, int(port)) if is_tcp else place
+    if kind == "zeromq":
+        return _Zmq(place, spin_us, begin)
+    family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
     if begin is None:
-        stream.connect(at)
+        stream = socket.socket(family)
+        stream.connect(place)
     else:
-        with stream as listener:
-            listener.bind(at)
-            listener.listen(1)
-            if is_tcp:
-                address = f"{TCP_SOCKET}127.0.0.1:{listener.getsockname()[1]}"
-            begin(address)
+        with socket.create_server(place, family=family) as listener:
+            begin(listener.getsockname())
             listener.settimeout(_TIMEOUT_MS / 1e3)
             stream, _ = listener.accept()
-    if not address.startswith(SHARED_MEMORY):
+    if kind == "stream":
         return _Stream(stream, sizes[0 if begin is None else 1], spin_us)
     if begin is None:
         _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
