@@ -22,7 +22,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -99,7 +98,7 @@ OPTIONS: dict[str, Any] = {
 
 @contextmanager
 def raw_pings(
-    submit: Callable[..., Future[None]],
+    submit: Callable[..., object],
     kind: str,
     place: Any,
     request: Sequence[Buffer],
@@ -108,11 +107,7 @@ def raw_pings(
 ) -> Iterator[Callable[[], object]]:
     """Have a process echo frames of these sizes, and yield what makes one round trip."""
     sizes = sum(map(len, request)), sum(map(len, reply))
-    serving: list[Future[None]] = []
-
-    def begin(listening: Any) -> None:
-        serving.append(submit(serve, kind, listening, sizes[0], [*map(len, reply)], spin_us))
-
+    begin = partial(submit, serve, kind, sizes[0], [*map(len, reply)], spin_us)
     frames, end = [bytes(frame) for frame in request], open_end(kind, place, sizes, spin_us, begin)
 
     def round_trip() -> None:
@@ -124,7 +119,6 @@ def raw_pings(
         yield round_trip
     finally:
         end.close()
-    serving[0].result()
 
 
 @contextmanager
@@ -172,7 +166,7 @@ def interleaved(
     return [[*chain.from_iterable(blocks)] for blocks in zip(*rows, strict=True)]
 
 
-def measure(name: str, submit: Callable[..., Future[None]], options: Any) -> Iterator[PingPong]:
+def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
     (ours, end, raw), spin_us = TRANSPORTS[name], options.spin_us
     with ExitStack() as stack:
@@ -221,7 +215,7 @@ def measure_round_trips(options: Any) -> list[PingPong]:
 
 
 def serve(
-    kind: str, place: Any, request_bytes: int, reply_sizes: Sequence[int], spin_us: float
+    kind: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float, place: Any
 ) -> None:
     """Answer each request of the one that listens there, until it has gone."""
     reply = [bytes(size) for size in reply_sizes]
@@ -238,7 +232,7 @@ def open_end(
     place: Any,
     sizes: tuple[int, int],
     spin_us: float,
-    begin: Callable[[Any], None] | None = None,
+    begin: Callable[[Any], object] | None = None,
 ) -> _Zmq | _Stream:
     """Return the end that echoes, or the one that pings: it listens, and has the other `begin`.
 
@@ -272,7 +266,7 @@ def open_end(
 class _Zmq:
     """A DEALER socket, whose peer is another. An empty message says that the peer has gone."""
 
-    def __init__(self, address: str, spin_us: float, begin: Callable[[str], None] | None) -> None:
+    def __init__(self, address: str, spin_us: float, begin: Callable[[str], object] | None) -> None:
         self._spin_us, self._pings = spin_us, begin is not None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
