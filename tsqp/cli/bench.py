@@ -244,7 +244,7 @@ def bench(
 
 
 def _say(line: str) -> None:
-    click.echo(f"tsqp bench: {line}", err=True)
+    click.echo(f"tsqp {click.get_current_context().info_name}: {line}", err=True)
 
 
 @click.command(context_settings=CONTEXT)
@@ -347,7 +347,7 @@ def plan(
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:
-        outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say_of_plan)
+        outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say)
         SettingsError.unless(
             device is None or device.startswith("cuda"),
             "--device",
@@ -356,7 +356,7 @@ def plan(
         )
         if device is not None:
             parse_device(device)
-        outputs.write(fit_machine(cores, options["spin_us"], device, _say_of_plan))
+        outputs.write(fit_machine(cores, options["spin_us"], device, _say))
         if not outputs.written:
             run.exit(EXIT_FAILURE)
         return
@@ -378,7 +378,7 @@ def plan(
         shape=shape,
         **options,
     )
-    report = Planning(settings, _say_of_plan).run()
+    report = Planning(settings, _say).run()
     if console is None:
         click.echo(report.model_dump_json(indent=1))
         return
@@ -398,7 +398,3 @@ def read_link(text: str | None) -> Link:
         raise SettingsError(
             "--link", got=repr(text), expected="GBPS,RTT_US such as 10,100, or any,100"
         ) from None
-
-
-def _say_of_plan(line: str) -> None:
-    click.echo(f"tsqp plan: {line}", err=True)

@@ -195,7 +195,7 @@ def _case(
     for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
         heavy.reset(0)
         times_ms.append(elapsed_us(work) / 1e3)
-        heavy_ms.append(sum(map(heavy.tee_ns, HEAVY)) / 1e6)
+        heavy_ms.append(sum(cost.stages.tee_us for cost in heavy.costs(1)) / 1e3)
     count = len(times_ms)
     tee, *services = [
         (cpu_ns(pid) - before) / 1e6 / count for pid, before in zip(pids, cpu_before, strict=True)
@@ -290,10 +290,6 @@ class Collector:
             for lane, (operator, layer), stage, started_ns, elapsed_ns in self._pieces
         ]
         return tuple(sorted(spans, key=lambda span: (span.start_us, span.lane)))
-
-    def tee_ns(self, operator: AnyOperator) -> float:
-        """Return for how long an operator of no layer was computed in the TEE."""
-        return self._sums[operator, None]["tee_us"]
 
     def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
         """Count a call."""
