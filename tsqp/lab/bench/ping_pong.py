@@ -123,10 +123,9 @@ def raw_pings(
 
 @contextmanager
 def our_pings(
-    endpoint: str, hidden: torch.Tensor, spin_us: float
+    endpoint: str, request: LinearRequest, hidden: torch.Tensor, spin_us: float
 ) -> Iterator[Callable[[], object]]:
     """Yield what sends a tensor through the square module and returns what comes back."""
-    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden))
     # As a call plan has it: the module is square, and its reply like its request.
     prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
 
@@ -137,12 +136,11 @@ def our_pings(
         yield round_trip
 
 
-def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
-    """Return the frames of the request and of its reply, as they are on the wire."""
-    tensor = from_torch(hidden)
-    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=tensor)
+def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
+    """Return the frames of a request and of its reply, as they are on the wire."""
+    output = TensorReply(output=request.hidden_states)
     timing = Timing(queue_us=1, compute_us=1)
-    reply = encode_reply(Form.FRAMED, 1, request.method, TensorReply(output=tensor), timing)
+    reply = encode_reply(Form.FRAMED, 1, request.method, output, timing)
     return list(encode_request(request, 1, _TIMEOUT_MS)), list(reply)
 
 
@@ -173,18 +171,22 @@ def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if ours is not None:
             write_random_model(folder, _SETTINGS)
-            bind = ours.format(folder=folder)
-            service = [str(folder), "--bind", bind, "--device", options.device]
-            service += ["--arithmetic", "float", "--spin-us", str(spin_us)]
+            service = [
+                *(str(folder), "--bind", ours.format(folder=folder), "--device", options.device),
+                *("--arithmetic", "float", "--spin-us", str(spin_us)),
+            ]
             _, endpoint = start_service(stack, service)
         for payload in options.payloads:
             hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
+            tensor = from_torch(hidden)
+            request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=tensor)
             with ExitStack() as of_payload:
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
                 if ours is not None:
-                    kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
+                    pings = our_pings(endpoint, request, hidden, spin_us)
+                    kinds["ours"] = of_payload.enter_context(pings)
                 place = raw.format(folder=f"{folder}/{payload}") if isinstance(raw, str) else raw
-                pings = raw_pings(submit, end, place, *frames_of(hidden), spin_us)
+                pings = raw_pings(submit, end, place, *frames_of(request), spin_us)
                 kinds["raw"] = of_payload.enter_context(pings)
                 times = interleaved(list(kinds.values()), options.round_trips)
             for kind, found in zip(kinds, times, strict=True):

@@ -260,19 +260,25 @@ def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
 def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
     torch.set_num_threads(options.threads)
-    lengths, against = options.tokens, options.against
     with closing(PublishedModel(options.endpoint, timeout_s=options.timeout_s)) as model:
         model.forward(random_ids(model.vocab_size, 1, seed=1))  # warms up
         found = []
         about = "REQ socket, inline schema, one RPC per module, no fused modules"
-        for tokens in lengths:
+        for tokens in options.tokens:
             before, ids = replace(model.traffic), random_ids(model.vocab_size, tokens, seed=tokens)
             often = rounds(options.repeats, options.case_s)
             step_ms = Spread.of([_timed_ms(model, ids) for _ in often])
-            found.append(_baseline(model, before, about, tokens, 0, against, step_ms))
+            found.append(_baseline(model, before, about, tokens, 0, options.against, step_ms))
         if options.new_tokens:
-            some = options.new_tokens, options.sampled
-            found.append(measure_new_tokens(model, max(lengths), *some, against))
+            found.append(
+                measure_new_tokens(
+                    model,
+                    max(options.tokens),
+                    options.new_tokens,
+                    options.sampled,
+                    options.against,
+                )
+            )
     return found
 
 

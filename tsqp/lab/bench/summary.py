@@ -285,17 +285,16 @@ class PowerLaw:
     worst: float
 
 
-def fit_exponent(points: Iterable[tuple[float, float]]) -> PowerLaw | None:
+def fit_exponent(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     """Fit log(cost) = log(factor) + exponent * log(x) by least squares.
 
     `points`: pairs of x and cost. None where no such line exists: fewer than two different x, or a
     number that has no logarithm. No point is left out silently.
     """
-    pairs = list(points)
-    if not all(0 < number < math.inf for pair in pairs for number in pair):
+    if not all(0 < number < math.inf for pair in points for number in pair):
         return None
-    xs = [math.log(x) for x, _ in pairs]
-    ys = [math.log(cost) for _, cost in pairs]
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(cost) for _, cost in points]
     if len(set(xs)) < 2:
         return None
     exponent, offset = statistics.linear_regression(xs, ys)
