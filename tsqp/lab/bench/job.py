@@ -371,8 +371,12 @@ def check_memory(
     parts["services"] = services * service
     available, needed = _available_memory(), sum(parts.values())
     words = ", ".join(f"{name} {_amount(size)}" for name, size in parts.items() if size)
-    expected = f"at least {_amount(needed)}: {words}"
-    SettingsError.unless(needed <= available, "memory", f"{_amount(available)} available", expected)
+    SettingsError.unless(
+        needed <= available,
+        "memory",
+        f"{_amount(available)} available",
+        f"at least {_amount(needed)}: {words}",
+    )
 
 
 def check_disk(needed: int) -> None:

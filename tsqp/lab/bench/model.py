@@ -162,8 +162,9 @@ class PadMaking(Document):
 
     def scaled(self, *, token: float, cpu: float = 1.0) -> PadMaking:
         """Return it with so many times as much of both times."""
-        longer = {"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
-        return self.model_copy(update=longer)
+        return self.model_copy(
+            update={"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
+        )
 
 
 class Finished(Document):

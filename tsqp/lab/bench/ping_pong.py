@@ -139,8 +139,7 @@ def our_pings(
 def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
     """Return the frames of a request and of its reply, as they are on the wire."""
     output = TensorReply(output=request.hidden_states)
-    timing = Timing(queue_us=1, compute_us=1)
-    reply = encode_reply(Form.FRAMED, 1, request.method, output, timing)
+    reply = encode_reply(Form.FRAMED, 1, request.method, output, Timing(queue_us=1, compute_us=1))
     return list(encode_request(request, 1, _TIMEOUT_MS)), list(reply)
 
 
@@ -203,12 +202,17 @@ def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[
 def measure_round_trips(options: Any) -> list[PingPong]:
     """Measure what the command line asks for."""
     for size in options.payloads:
-        multiple = size > 0 and size % _ROW_BYTES == 0
-        SettingsError.unless(multiple, "--payloads", str(size), f"multiples of {_ROW_BYTES}")
+        SettingsError.unless(
+            size > 0 and size % _ROW_BYTES == 0,
+            "--payloads",
+            str(size),
+            f"multiples of {_ROW_BYTES}",
+        )
     names = options.transports.split(",")
     for name in names:
-        known = f"of {', '.join(TRANSPORTS)}"
-        SettingsError.unless(name in TRANSPORTS, "--transports", repr(name), known)
+        SettingsError.unless(
+            name in TRANSPORTS, "--transports", repr(name), f"of {', '.join(TRANSPORTS)}"
+        )
     with processes(1, "raw_echo", lambda _: None) as submit:
         return [found for name in names for found in measure(name, submit, options)]
 

@@ -103,8 +103,10 @@ class Bench:
         if fitted != settings.plan:
             prompts = ", ".join(map(str, fitted.prefill))
             contexts = ", ".join(map(str, sorted({context for context, _ in fitted.decode})))
-            lengths = f"prefill {prompts}; context {contexts or 'none'}"
-            say(f"prompts and contexts that fit the model: {lengths}")
+            say(
+                f"prompts and contexts that fit the model: prefill {prompts};"
+                f" context {contexts or 'none'}"
+            )
 
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
@@ -155,13 +157,19 @@ class Bench:
         places: dict[str, str] = {}
         for place, policy in self._all_policies:
             # The report could not tell two policies of one name apart.
-            got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
-            expected = "policies of different names"
-            SettingsError.unless(policy.name not in places, "--policy", got, expected)
+            SettingsError.unless(
+                policy.name not in places,
+                "--policy",
+                f"{places.get(policy.name)} and {place}, both named {policy.name}",
+                "policies of different names",
+            )
             places[policy.name] = place
         if settings.baselines:
-            extra = "the extra bench (pip install '.[bench]'), or no baselines"
-            require("transformers", "tsqp bench", extra)
+            require(
+                "transformers",
+                "tsqp bench",
+                "the extra bench (pip install '.[bench]'), or no baselines",
+            )
         if settings.model is not None:
             Checkpoint(settings.model).require(light_tensors(config))
         if not settings.endpoints:
@@ -219,8 +227,11 @@ class Bench:
             )
         served = settings.server_model is not None or bool(settings.endpoints)
         if settings.key is None or not served:
-            expected = f"both, as tsqp provision MODEL --mask {mask.name} writes them"
-            raise SettingsError(f"policy {policy.name}", "no --key, or no --server-model", expected)
+            raise SettingsError(
+                f"policy {policy.name}",
+                "no --key, or no --server-model",
+                f"both, as tsqp provision MODEL --mask {mask.name} writes them",
+            )
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)

@@ -46,8 +46,7 @@ SHAPES: Mapping[str, Shape] = {
 
 def find_shape(name: str) -> Shape:
     """Return a shape by its name. Raises SettingsError that lists the names."""
-    known = f"one of {', '.join(SHAPES)}"
-    SettingsError.unless(name in SHAPES, "--shape", repr(name), known)
+    SettingsError.unless(name in SHAPES, "--shape", repr(name), f"one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
@@ -65,7 +64,9 @@ def shape_of(model: Path | None, shape: str | None) -> Shape:
 
 def require_one(model: object, shape: object) -> None:
     """Refuse a model and a shape together, and neither. Raises SettingsError."""
-    got = "neither" if model is None else "both"
     SettingsError.unless(
-        (model is None) != (shape is None), "MODEL and --shape", got, "one of them"
+        (model is None) != (shape is None),
+        "MODEL and --shape",
+        "neither" if model is None else "both",
+        "one of them",
     )
