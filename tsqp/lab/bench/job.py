@@ -96,14 +96,18 @@ class Plan(Document):
 
     def longest(self, step_tokens: int) -> int:
         """Return how many tokens a sequence may become."""
-        asked = self.requests(step_tokens)
-        return max((one.prompt_tokens + one.new_tokens for one in asked), default=1)
+        return max(
+            (one.prompt_tokens + one.new_tokens for one in self.requests(step_tokens)), default=1
+        )
 
     def cached_tokens(self, step_tokens: int) -> int:
         """Return how many tokens of all sequences together are in KV caches, at most."""
-        asked = self.requests(step_tokens)
         return max(
-            (one.batch * (one.prompt_tokens + one.new_tokens - 1) for one in asked), default=0
+            (
+                one.batch * (one.prompt_tokens + one.new_tokens - 1)
+                for one in self.requests(step_tokens)
+            ),
+            default=0,
         )
 
     def pads(self, phases: Collection[Phase], step_tokens: int) -> int:
@@ -247,9 +251,8 @@ def needs_linear(policy: Policy, config: ModelConfig) -> bool:
 
 def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
     """Return the sites under each mask that needs pads."""
-    layers = config.num_hidden_layers
     return {
-        mask: PadLayout.of(config, policy.sites_under(layers, mask))
+        mask: PadLayout.of(config, policy.sites_under(config.num_hidden_layers, mask))
         for mask in policy.masks
         if isinstance(mask, AdditiveMask)
     }

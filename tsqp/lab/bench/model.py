@@ -77,8 +77,9 @@ class Spread(Document):
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return that of some runs, at least one."""
-        median = statistics.median(values)
-        return cls(median=median, low=min(values), high=max(values), runs=len(values))
+        return cls(
+            median=statistics.median(values), low=min(values), high=max(values), runs=len(values)
+        )
 
 
 class Case(Document):

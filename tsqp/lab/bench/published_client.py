@@ -107,8 +107,10 @@ class PublishedModel:
         reply = msgpack.unpackb(received, raw=False)
         if reply.get("status") != "success":
             code = reply.get("error")
-            known = code in ErrorCode.__members__
-            raise ServiceError(method, code=ErrorCode(code) if known else ErrorCode.INTERNAL)
+            raise ServiceError(
+                method,
+                code=ErrorCode(code) if code in ErrorCode.__members__ else ErrorCode.INTERNAL,
+            )
         response: dict[str, Any] = reply["response"]
         return response
 
@@ -119,8 +121,9 @@ class PublishedModel:
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply, in batches."""
-        sent = _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
-        return self.tensor("Matmul", sent)
+        return self.tensor(
+            "Matmul", _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
+        )
 
     def tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
         """Send one request, and return the tensor of its response."""
@@ -266,8 +269,8 @@ def measure_all(options: Any) -> list[Baseline]:
         about = "REQ socket, inline schema, one RPC per module, no fused modules"
         for tokens in options.tokens:
             before, ids = replace(model.traffic), random_ids(model.vocab_size, tokens, seed=tokens)
-            often = rounds(options.repeats, options.case_s)
-            step_ms = Spread.of([_timed_ms(model, ids) for _ in often])
+            times_ms = [_timed_ms(model, ids) for _ in rounds(options.repeats, options.case_s)]
+            step_ms = Spread.of(times_ms)
             found.append(_baseline(model, before, about, tokens, 0, options.against, step_ms))
         if options.new_tokens:
             found.append(

@@ -29,9 +29,10 @@ class Shape:
     def config(self) -> ModelConfig:
         """Return the configuration as both sides would read it. Raises ModelError."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps(dict(self.settings)), encoding="utf-8")
-            return read_config(path.parent)
+            (Path(folder) / "config.json").write_text(
+                json.dumps(dict(self.settings)), encoding="utf-8"
+            )
+            return read_config(Path(folder))
 
     def with_layers(self, count: int) -> Shape:
         """Return the same shape with another number of layers."""

@@ -101,8 +101,10 @@ def main_cases(report: Report, phase: Phase) -> list[Measured]:
 
 def in_order(operators: Iterable[str]) -> list[str]:
     """Return each of some operators once, in the order of a step; unknown ones come last."""
-    names = dict.fromkeys(operators)
-    return sorted(names, key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW))
+    return sorted(
+        dict.fromkeys(operators),
+        key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW),
+    )
 
 
 def by_operator(case: Case) -> list[OperatorCost]:
@@ -118,9 +120,8 @@ def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
     found = []
     for layer in (*sorted({c.layer for c in case.operators if c.layer is not None}), None):
         own = {c.operator: c for c in case.operators if c.layer == layer}
-        if own:
+        if costs := [own[operator] for operator in in_order(own)]:
             name = "in no layer" if layer is None else f"layer {layer}"
-            costs = [own[operator] for operator in in_order(own)]
             found.append((_total(name, costs), costs))
     return found
 
