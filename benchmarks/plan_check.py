@@ -116,8 +116,7 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
             gpu_threads=1,
             micro_batches=case.micro_batches,
             transport=case.transport,
-            link_gbps=case.link.gbps,
-            link_rtt_us=case.link.rtt_us,
+            link=case.link if case.link.gbps or case.link.rtt_us else None,
             baselines=False,
             plan=Plan(
                 prefill=(case.prompt_tokens,),

@@ -37,6 +37,10 @@ class Link:
             0 <= self.rtt_us < float("inf"), "link.rtt_us", str(self.rtt_us), "0 or more"
         )
 
+    def __str__(self) -> str:
+        rate = "unbounded rate" if self.gbps is None else f"{self.gbps:g} Gbit/s"
+        return f"{rate}, {self.rtt_us:g} us round trip"
+
     def __call__(self, channel: Channel, timeout_s: float) -> ModelledLink:
         """Return the channel over this link (`protocol.channel.ChannelWrapper`)."""
         return ModelledLink(channel, self, timeout_s=timeout_s)

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,10 +172,16 @@ def bench(
     with the baselines in the same run. What is there is written even if the run is interrupted.
     """
     with needing("tsqp bench", "the extra bench: pip install '.[bench]'"):
+        from tsqp.lab.bench.plots import perfetto_json
         from tsqp.lab.bench.run import Bench
         from tsqp.lab.bench.shown import render_html, show
-        from tsqp.lab.bench.timeline import perfetto_json
+    import torch
+
+    from protocol import native
+    from tee_side.policy.placement import load_policy
+    from tsqp.lab.bench.job import BenchSettings, Plan
     from tsqp.lab.report import check_installed
+    from tsqp.link import Link
 
     if html_path is not None:
         check_installed("tsqp bench --html")
@@ -192,42 +199,17 @@ def bench(
         for name in context.params
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     )
-    with outputs.checked():
-        run = Bench(_settings(model, shape, policy, options, given), _say)
-    outputs.report_of(run, lambda report: show(report, console, details=details))
-    if not outputs.written:
-        context.exit(EXIT_FAILURE)
-
-
-def _settings(
-    model: str | None,
-    shape: str | None,
-    policies: tuple[str, ...],
-    options: dict[str, Any],
-    given: frozenset[str],
-) -> Any:
-    """Return `BenchSettings`. `given`: the options that were given, by their names."""
-    import torch
-
-    from protocol import native
-    from tee_side.policy.placement import load_policy
-    from tsqp.lab.bench.job import BenchSettings, Plan
-
-    for name, kind in (
-        ("device", "--device"),
-        ("transport", "--transport"),
-        ("gpu_threads", "--gpu-threads"),
-    ):
+    for name in ("device", "transport", "gpu_threads"):
         SettingsError.unless(
             not options["gpu"] or name not in given,
-            kind,
+            f"--{name.replace('_', '-')}",
             "it together with --gpu",
             "one of them: no service is started",
         )
-    cores = torch.get_num_threads()
-    return BenchSettings(
+    cores, gbps, rtt_us = torch.get_num_threads(), options["link_gbps"], options["link_rtt_us"]
+    settings = BenchSettings(
         command=shlex.join(["tsqp", *sys.argv[1:]]),
-        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policies)),
+        policies=tuple((name, load_policy(name)) for name in dict.fromkeys(policy)),
         model=model_directory(model) if model else None,
         shape=shape,
         endpoints=options["gpu"],
@@ -241,16 +223,13 @@ def _settings(
         step_tokens=options["step_tokens"],
         micro_batches=options["micro_batches"],
         spin_us=options["spin_us"],
-        link_gbps=options["link_gbps"],
-        link_rtt_us=options["link_rtt_us"],
+        link=None if gbps is None and rtt_us == 0 else Link(gbps, rtt_us),
         key=options["key"],
         server_model=options["server_model"],
         baselines=options["baselines"],
         plan=Plan(
             prefill=options["prefill"],
-            decode=tuple(
-                (context, batch) for context in options["context"] for batch in options["batch"]
-            ),
+            decode=tuple(product(options["context"], options["batch"])),
             generation=(min(128, max(options["prefill"])), 32),
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],
@@ -258,10 +237,14 @@ def _settings(
         default_prefill="prefill" not in given,
         default_context="context" not in given,
     )
+    run = Bench(settings, _say)
+    outputs.report_of(run, lambda report: show(report, console, details=details))
+    if not outputs.written:
+        context.exit(EXIT_FAILURE)
 
 
 def _say(line: str) -> None:
-    click.echo(f"tsqp bench: {line}", err=True)
+    click.echo(f"tsqp {click.get_current_context().info_name}: {line}", err=True)
 
 
 @click.command(context_settings=CONTEXT)
@@ -364,18 +347,16 @@ def plan(
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:
-        outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say_of_plan)
-        with outputs.checked():
-            SettingsError.unless(
-                device is None or device.startswith("cuda"),
-                "--device",
-                repr(device),
-                "cuda or cuda:N",
-            )
-            if device is not None:
-                parse_device(device)
-            measured = fit_machine(cores, options["spin_us"], device, _say_of_plan)
-        outputs.write(measured)
+        outputs: Outputs[Machine] = Outputs({"--fit": (fit, Machine.toml)}, _say)
+        SettingsError.unless(
+            device is None or device.startswith("cuda"),
+            "--device",
+            repr(device),
+            "cuda or cuda:N",
+        )
+        if device is not None:
+            parse_device(device)
+        outputs.write(fit_machine(cores, options["spin_us"], device, _say))
         if not outputs.written:
             run.exit(EXIT_FAILURE)
         return
@@ -397,7 +378,7 @@ def plan(
         shape=shape,
         **options,
     )
-    report = Planning(settings, _say_of_plan).run()
+    report = Planning(settings, _say).run()
     if console is None:
         click.echo(report.model_dump_json(indent=1))
         return
@@ -410,13 +391,8 @@ def read_link(text: str | None) -> Link:
 
     if text is None:
         return Link(None, 0.0)
-    parts = [part.strip() for part in text.split(",")]
+    gbps, _, rtt_us = text.partition(",")
     with SettingsError.instead_of(
         ValueError, "--link", repr(text), "GBPS,RTT_US such as 10,100, or any,100"
     ):
-        gbps, rtt_us = parts
-        return Link(None if gbps == "any" else float(gbps), float(rtt_us))
-
-
-def _say_of_plan(line: str) -> None:
-    click.echo(f"tsqp plan: {line}", err=True)
+        return Link(None if gbps.strip() == "any" else float(gbps), float(rtt_us))

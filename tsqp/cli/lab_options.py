@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -78,7 +77,7 @@ class OutputFile(click.Path):
 
 
 class Outputs(Generic[R]):
-    """The files of one run.
+    """The files of one run. Raises SettingsError for those that cannot be written, before it.
 
     `renders`: by option, the path (None: not asked for) and what makes the text of a report. `say`:
     told what could not be written. `written`: whether all could be.
@@ -90,42 +89,28 @@ class Outputs(Generic[R]):
         say: Callable[[str], None],
     ) -> None:
         self._renders = [(path, render) for path, render in renders.values() if path is not None]
-        self._options = ", ".join(renders)
         self._say = say
         self.written = True
-        # Those that were not there before.
-        self._made: list[Path] = []
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Refuse files that cannot be written, and leave none behind if the block is left early.
-
-        Raises SettingsError.
-        """
         places: dict[Path, Path] = {}
-        try:
-            for path, _ in self._renders:
-                new = not path.exists()
-                other = places.setdefault(path.resolve(), path)
-                # What is no file, such as /dev/null, takes anything.
-                SettingsError.unless(
-                    other is path or not (new or path.is_file()),
-                    self._options,
-                    f"{path} twice",
-                    "a file for each",
-                )
-                try:
-                    # For appending: a run that is refused leaves an old file as it was.
-                    path.open("ab").close()
-                except OSError as error:
-                    raise SettingsError(
-                        str(path), got=error.strerror or "an error", expected="a file to write"
-                    ) from None
-                self._made += [path] if new else []
-            yield
-        except BaseException:
-            self._remove()
-            raise
+        for path, _ in self._renders:
+            new = not path.exists()
+            other = places.setdefault(path.resolve(), path)
+            # What is no file, such as /dev/null, takes anything.
+            SettingsError.unless(
+                other is path or not (new or path.is_file()),
+                ", ".join(renders),
+                f"{path} twice",
+                "a file for each",
+            )
+            try:
+                # For appending: a run that is refused leaves an old file as it was.
+                path.open("ab").close()
+                if new:
+                    path.unlink()
+            except OSError as error:
+                raise SettingsError(
+                    str(path), got=error.strerror or "an error", expected="a file to write"
+                ) from None
 
     def report_of(self, work: Bench | Laboratory, show: Callable[[Any], None]) -> Any:
         """Carry out a work, show its report and write it, of an interrupted work, too; return it.
@@ -143,8 +128,6 @@ class Outputs(Generic[R]):
                     show(report)
                 finally:
                     self.write(report)
-            else:
-                self._remove()
         return report
 
     def write(self, report: R) -> None:
@@ -158,9 +141,3 @@ class Outputs(Generic[R]):
                     said = f"got {error.strerror or type(error).__name__}, expected none"
                 self._say(f"error: {path}: {said}")
                 self.written = False
-
-    def _remove(self) -> None:
-        """Delete the files that were made, when nothing will be written to them."""
-        for path in self._made:
-            with suppress(OSError):
-                path.unlink()

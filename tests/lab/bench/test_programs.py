@@ -13,7 +13,7 @@ from tee_side.words import PROJECTIONS
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import run, running_service
 from tsqp.lab.bench.model import PolicyRun, Report
-from tsqp.lab.bench.published_client import PublishedClient, PublishedModel
+from tsqp.lab.bench.published_client import PublishedModel
 from tsqp.lab.explain.explanation import explain
 from tsqp.run.settings import model_directory
 
@@ -86,9 +86,8 @@ def test_it_equals_transformers_but_for_the_causal_mask(tmp_path: Path) -> None:
     one, longer = torch.tensor([[17], [5]]), torch.tensor([token_ids(9), token_ids(9, seed=1)])
     with (
         running_service(tmp_path, "tcp://127.0.0.1:*", "--threads", "1") as service,
-        closing(PublishedClient(service.endpoint)) as client,
+        closing(PublishedModel(service.endpoint)) as published,
     ):
-        published = PublishedModel(client)
         found, found_longer = published.forward(one), published.forward(longer)
     everywhere = torch.zeros(2, 1, 9, 9)  # added to the scores: nothing is masked
     expected_longer = model(longer, attention_mask=everywhere).logits[:, -1:]

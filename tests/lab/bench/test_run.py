@@ -26,10 +26,10 @@ from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
 from tsqp.lab.bench.model import Finished, Span, Timeline
+from tsqp.lab.bench.plots import perfetto_json
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms
-from tsqp.lab.bench.timeline import perfetto
 from tsqp.lab.report import figures
 from tsqp.processes import ProcessError
 
@@ -84,7 +84,7 @@ def test_an_interrupted_run_says_what_is_missing(
         yield Finished(tee_peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 
     # Workers that answer so, and services that are none.
-    monkeypatch.setattr(Bench, "_answers", lambda _self, job: broken(job))
+    monkeypatch.setattr("tsqp.lab.bench.run.run_job", lambda _where, _measure, job: broken(job))
     monkeypatch.setattr(prepare, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "published", "row-mix")
     made = Bench(settings(saved_model().directory, *names, baselines=True), print)
@@ -120,7 +120,7 @@ def test_figures_are_in_the_terminal_and_on_the_page() -> None:
     assert page.count("<img") >= 4
     outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
     assert not re.search(r"://|@import|url\(|<script|<link|<iframe", outside)
-    marks = [event["ph"] for event in perfetto(drawn)["traceEvents"]]
+    marks = [event["ph"] for event in json.loads(perfetto_json(drawn))["traceEvents"]]
     assert marks.count("X") == 2 * len(drawn.policies)
 
 

@@ -27,8 +27,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
-from tsqp.lab.bench.memory import PROCESS_BYTES, tee_parts
+from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, PolicyJob, tee_parts
 from tsqp.lab.bench.model import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import Collector

@@ -44,10 +44,6 @@ class Stages(Document):
         """All of it."""
         return sum((getattr(self, name) for name in type(self).model_fields), start=0.0)
 
-    def __add__(self, other: Stages) -> Stages:
-        names = type(self).model_fields
-        return Stages(**{name: getattr(self, name) + getattr(other, name) for name in names})
-
 
 # What a baseline's service does, where it has one.
 Against: TypeAlias = Literal["null", "cpu", "none"]
@@ -81,8 +77,9 @@ class Spread(Document):
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Return that of some runs, at least one."""
-        median = statistics.median(values)
-        return cls(median=median, low=min(values), high=max(values), runs=len(values))
+        return cls(
+            median=statistics.median(values), low=min(values), high=max(values), runs=len(values)
+        )
 
 
 class Case(Document):
@@ -166,8 +163,9 @@ class PadMaking(Document):
 
     def scaled(self, *, token: float, cpu: float = 1.0) -> PadMaking:
         """Return it with so many times as much of both times."""
-        longer = {"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
-        return self.model_copy(update=longer)
+        return self.model_copy(
+            update={"token_ms": self.token_ms * token, "cpu_ms": self.cpu_ms * cpu}
+        )
 
 
 class Finished(Document):

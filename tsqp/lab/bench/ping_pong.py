@@ -26,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -50,7 +49,6 @@ from tsqp.lab.measure import (
     in_turns,
     processes,
     script,
-    tell,
     write_results,
 )
 from tsqp.processes import start_service
@@ -60,7 +58,8 @@ R = TypeVar("R")
 BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
-_TIMEOUT_MS = 30_000
+# Until a process that has been asked to echo does so: it imports torch first.
+_TIMEOUT_MS = 60_000
 # o_proj is square: 32 heads of 64 in, 2048 out.
 _SETTINGS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,17 +75,14 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-# What the raw echo has beside ZeroMQ: plain stream sockets, and shared memory.
-TCP_SOCKET = "socket://"
-SHARED_MEMORY = "shm://"
-_UNIX = ("unix://", SHARED_MEMORY)
-# Where our service binds and where the raw echo does, `{folder}` filled in; None: no such thing.
-TRANSPORTS: dict[str, tuple[str | None, str]] = {
-    "zeromq-ipc": ("ipc://{folder}/ours.ipc", "ipc://{folder}.ipc"),
-    "zeromq-tcp": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
-    "unix": ("unix://{folder}/ours.sock", "unix://{folder}.sock"),
-    "shm": ("shm://{folder}/ours.sock", "shm://{folder}.sock"),
-    "tcp": (None, f"{TCP_SOCKET}127.0.0.1:0"),
+# Where our service binds (None: it has no such transport), which end of the raw echo is used, and
+# where that listens; `{folder}` filled in.
+TRANSPORTS: dict[str, tuple[str | None, Literal["zeromq", "stream", "shm"], Any]] = {
+    "zeromq-ipc": ("ipc://{folder}/ours.ipc", "zeromq", "ipc://{folder}.ipc"),
+    "zeromq-tcp": ("tcp://127.0.0.1:*", "zeromq", "tcp://127.0.0.1:*"),
+    "unix": ("unix://{folder}/ours.sock", "stream", "{folder}.sock"),
+    "shm": ("shm://{folder}/ours.sock", "shm", "{folder}.sock"),
+    "tcp": (None, "stream", ("127.0.0.1", 0)),
 }
 
 
@@ -100,45 +96,36 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class RawEchoes:
-    """A process that echoes frames, for one address after the other."""
+@contextmanager
+def raw_pings(
+    submit: Callable[..., object],
+    kind: str,
+    place: Any,
+    request: Sequence[Buffer],
+    reply: Sequence[Buffer],
+    spin_us: float,
+) -> Iterator[Callable[[], object]]:
+    """Have a process echo frames of these sizes, and yield what makes one round trip."""
+    sizes = sum(map(len, request)), sum(map(len, reply))
+    begin = partial(submit, serve, kind, sizes[0], [*map(len, reply)], spin_us)
+    frames, end = [bytes(frame) for frame in request], open_end(kind, place, sizes, spin_us, begin)
 
-    def __init__(self, closing: ExitStack) -> None:
-        """Start it; it ends with `closing`."""
-        self._told = SimpleQueue[str]()
-        self._submit = closing.enter_context(processes(1, "raw_echo", self._told.put))
+    def round_trip() -> None:
+        end.send(frames)
+        if end.receive() is None:
+            raise ConnectionError("the echo server has gone")
 
-    @contextmanager
-    def pings(
-        self, address: str, request: Sequence[Buffer], reply: Sequence[Buffer], spin_us: float
-    ) -> Iterator[Callable[[], object]]:
-        """Have it echo frames of these sizes, and yield what makes one round trip."""
-        sizes = sum(map(len, request)), sum(map(len, reply))
-        serving = self._submit(serve, address, sizes[0], [*map(len, reply)], spin_us)
-        serving.add_done_callback(lambda _: self._told.put(""))
-        if not (listening := self._told.get()):
-            serving.result()
-        frames, end = [bytes(frame) for frame in request], open_end(listening, sizes, spin_us)
-
-        def round_trip() -> None:
-            end.send(frames)
-            if end.receive() is None:
-                raise ConnectionError("the echo server has gone")
-
-        try:
-            yield round_trip
-        finally:
-            end.close()
-        serving.result()
-        self._told.get()
+    try:
+        yield round_trip
+    finally:
+        end.close()
 
 
 @contextmanager
 def our_pings(
-    endpoint: str, hidden: torch.Tensor, spin_us: float
+    endpoint: str, request: LinearRequest, hidden: torch.Tensor, spin_us: float
 ) -> Iterator[Callable[[], object]]:
     """Yield what sends a tensor through the square module and returns what comes back."""
-    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=from_torch(hidden))
     # As a call plan has it: the module is square, and its reply like its request.
     prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
 
@@ -149,12 +136,10 @@ def our_pings(
         yield round_trip
 
 
-def frames_of(hidden: torch.Tensor) -> tuple[list[Buffer], list[Buffer]]:
-    """Return the frames of the request and of its reply, as they are on the wire."""
-    tensor = from_torch(hidden)
-    request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=tensor)
-    timing = Timing(queue_us=1, compute_us=1)
-    reply = encode_reply(Form.FRAMED, 1, request.method, TensorReply(output=tensor), timing)
+def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
+    """Return the frames of a request and of its reply, as they are on the wire."""
+    output = TensorReply(output=request.hidden_states)
+    reply = encode_reply(Form.FRAMED, 1, request.method, output, Timing(queue_us=1, compute_us=1))
     return list(encode_request(request, 1, _TIMEOUT_MS)), list(reply)
 
 
@@ -178,37 +163,33 @@ def interleaved(
     return [[*chain.from_iterable(blocks)] for blocks in zip(*rows, strict=True)]
 
 
-def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any) -> list[PingPong]:
+def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[PingPong]:
     """Measure one transport with every payload. Raises EndpointError, SettingsError."""
-    (ours, raw), spin_us = TRANSPORTS[name], options.spin_us
-    results: list[PingPong] = []
+    (ours, end, raw), spin_us = TRANSPORTS[name], options.spin_us
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        endpoint = None
         if ours is not None:
             write_random_model(folder, _SETTINGS)
             service = [
-                str(folder),
-                "--bind",
-                ours.format(folder=folder),
-                "--device",
-                options.device,
+                *(str(folder), "--bind", ours.format(folder=folder), "--device", options.device),
+                *("--arithmetic", "float", "--spin-us", str(spin_us)),
             ]
-            service += ["--arithmetic", "float", "--spin-us", str(spin_us)]
             _, endpoint = start_service(stack, service)
-        for payload in payloads:
+        for payload in options.payloads:
             hidden = torch.zeros(payload // _ROW_BYTES, _WIDTH, dtype=torch.bfloat16)
+            tensor = from_torch(hidden)
+            request = LinearRequest(layer_idx=0, module_names=("o_proj",), hidden_states=tensor)
             with ExitStack() as of_payload:
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
-                if endpoint is not None:
-                    kinds["ours"] = of_payload.enter_context(our_pings(endpoint, hidden, spin_us))
-                address = raw.format(folder=f"{folder}/{payload}")
-                kinds["raw"] = of_payload.enter_context(
-                    echoes.pings(address, *frames_of(hidden), spin_us)
-                )
+                if ours is not None:
+                    pings = our_pings(endpoint, request, hidden, spin_us)
+                    kinds["ours"] = of_payload.enter_context(pings)
+                place = raw.format(folder=f"{folder}/{payload}") if isinstance(raw, str) else raw
+                pings = raw_pings(submit, end, place, *frames_of(request), spin_us)
+                kinds["raw"] = of_payload.enter_context(pings)
                 times = interleaved(list(kinds.values()), options.round_trips)
-            results += [
-                PingPong(
+            for kind, found in zip(kinds, times, strict=True):
+                yield PingPong(
                     transport=name,
                     payload_bytes=payload,
                     kind=kind,
@@ -216,72 +197,70 @@ def measure(name: str, payloads: Sequence[int], echoes: RawEchoes, options: Any)
                     p90_us=statistics.quantiles(found, n=10)[-1],
                     round_trips=len(found),
                 )
-                for kind, found in zip(kinds, times, strict=True)
-            ]
-    return results
 
 
 def measure_round_trips(options: Any) -> list[PingPong]:
     """Measure what the command line asks for."""
     for size in options.payloads:
-        multiple = size > 0 and size % _ROW_BYTES == 0
-        SettingsError.unless(multiple, "--payloads", str(size), f"multiples of {_ROW_BYTES}")
+        SettingsError.unless(
+            size > 0 and size % _ROW_BYTES == 0,
+            "--payloads",
+            str(size),
+            f"multiples of {_ROW_BYTES}",
+        )
     names = options.transports.split(",")
     for name in names:
-        known = f"of {', '.join(TRANSPORTS)}"
-        SettingsError.unless(name in TRANSPORTS, "--transports", repr(name), known)
-    with ExitStack() as closing:
-        echoes = RawEchoes(closing)
-        return [found for n in names for found in measure(n, options.payloads, echoes, options)]
+        SettingsError.unless(
+            name in TRANSPORTS, "--transports", repr(name), f"of {', '.join(TRANSPORTS)}"
+        )
+    with processes(1, "raw_echo", lambda _: None) as submit:
+        return [found for name in names for found in measure(name, submit, options)]
 
 
 # ----------------------------------------------------------------------------------- raw echo
 
 
-def serve(address: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float) -> None:
-    """Tell the address, and answer each request of one client until it has gone."""
+def serve(
+    kind: str, request_bytes: int, reply_sizes: Sequence[int], spin_us: float, place: Any
+) -> None:
+    """Answer each request of the one that listens there, until it has gone."""
     reply = [bytes(size) for size in reply_sizes]
     gc.collect()
     gc.freeze()  # as gpu-service does
-    end = open_end(address, (request_bytes, sum(reply_sizes)), spin_us, tell)
+    end = open_end(kind, place, (request_bytes, sum(reply_sizes)), spin_us)
     while end.receive() is not None:
         end.send(reply)
     end.close()
 
 
 def open_end(
-    address: str,
+    kind: str,
+    place: Any,
     sizes: tuple[int, int],
     spin_us: float,
-    listening: Callable[[str], None] | None = None,
+    begin: Callable[[Any], object] | None = None,
 ) -> _Zmq | _Stream:
-    """Return the client's end, or that of a server, which tells `listening` where it listens.
+    """Return the end that echoes, or the one that pings: it listens, and has the other `begin`.
 
-    `address`: `tcp://` and `ipc://` are ZeroMQ (zero-copy receive); `unix://` and
-    `socket://HOST:PORT` are plain stream sockets; `shm://` has one slot of a segment, with the
-    socket to wake up by. `sizes`: of a request and a reply in bytes. An end's `receive` returns
-    None once the peer has gone.
+    `kind`: "zeromq" (zero-copy receive), a plain "stream" socket, or "shm": one slot of a segment,
+    with a socket to wake up by. `place`: an endpoint of ZeroMQ, a path, or a host and a port.
+    `sizes`: of a request and a reply in bytes. An end's `receive` returns None once the peer has
+    gone.
     """
-    if not address.startswith((*_UNIX, TCP_SOCKET)):
-        return _Zmq(address, spin_us, listening)
-    _, _, place = address.partition("://")
-    host, _, port = place.rpartition(":")
-    is_tcp = address.startswith(TCP_SOCKET)
-    stream = socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX, socket.SOCK_STREAM)
-    at = (host, int(port)) if is_tcp else place
-    if listening is None:
-        stream.connect(at)
+    if kind == "zeromq":
+        return _Zmq(place, spin_us, begin)
+    family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
+    if begin is None:
+        stream = socket.socket(family)
+        stream.connect(place)
     else:
-        with stream as listener:
-            listener.bind(at)
-            listener.listen(1)
-            if is_tcp:
-                address = f"{TCP_SOCKET}127.0.0.1:{listener.getsockname()[1]}"
-            listening(address)
+        with socket.create_server(place, family=family) as listener:
+            begin(listener.getsockname())
+            listener.settimeout(_TIMEOUT_MS / 1e3)
             stream, _ = listener.accept()
-    if not address.startswith(SHARED_MEMORY):
-        return _Stream(stream, sizes[1 if listening is None else 0], spin_us)
-    if listening is not None:
+    if kind == "stream":
+        return _Stream(stream, sizes[0 if begin is None else 1], spin_us)
+    if begin is None:
         _, (file,), _, _ = socket.recv_fds(stream, len(ATTACH), 1)
         return _Shm(stream, adopt(file, os.getuid()), spin_us)
     lane, file = create(*sizes)
@@ -293,16 +272,15 @@ def open_end(
 class _Zmq:
     """A DEALER socket, whose peer is another. An empty message says that the peer has gone."""
 
-    def __init__(
-        self, address: str, spin_us: float, listening: Callable[[str], None] | None
-    ) -> None:
-        self._spin_us, self._is_client = spin_us, listening is None
+    def __init__(self, address: str, spin_us: float, begin: Callable[[str], object] | None) -> None:
+        self._spin_us, self._pings = spin_us, begin is not None
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        if listening is None:
+        self._socket.setsockopt(zmq.RCVTIMEO, _TIMEOUT_MS)
+        if begin is None:
             self._socket.connect(address)
         else:
             self._socket.bind(address)
-            listening(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            begin(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, frames: Sequence[bytes]) -> None:
         self._socket.send_multipart(frames, copy=False)
@@ -315,7 +293,7 @@ class _Zmq:
         return frames if len(frames[0]) else None
 
     def close(self) -> None:
-        if self._is_client:
+        if self._pings:
             self._socket.send(b"")
         self._socket.close(linger=1000)
 
@@ -330,12 +308,8 @@ class _Stream:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send frames one behind the other, in one system call where they fit."""
-        sent = self._socket.sendmsg(frames)
-        for frame in frames:
-            if sent < len(frame):
-                self._socket.sendall(memoryview(frame)[sent:])
-            sent = max(0, sent - len(frame))
+        # A socket that blocks takes all of them, one behind the other.
+        self._socket.sendmsg(frames)
 
     def receive(self) -> Sequence[object] | None:
         got = 0

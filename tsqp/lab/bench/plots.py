@@ -1,14 +1,19 @@
-"""The pictures of a report: policies side by side, bars per operator, growth, timelines."""
+"""The pictures of a report: policies side by side, bars per operator, growth, and timelines.
+
+Timelines can also be had as a trace, which opens in ui.perfetto.dev and chrome://tracing. Trace
+Event Format: a process for each step, a thread for each of TEE, wire and GPU of each micro-batch,
+complete events (`"ph": "X"`) with times in microseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise, product
+from typing import TYPE_CHECKING, Any
 
 from tee_side.words import LAYERLESS, PHASES, Phase
-from tsqp.lab.bench.conclusions import dominant
-from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Timeline
+from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Span, Timeline
 from tsqp.lab.bench.summary import (
     REST_MEANING,
     REST_NAME,
@@ -17,6 +22,7 @@ from tsqp.lab.bench.summary import (
     by_operator,
     case_name,
     comparable,
+    dominant,
     find_case,
     growth,
     in_order,
@@ -24,16 +30,6 @@ from tsqp.lab.bench.summary import (
     main_cases,
     name_of,
     tokens_per_step,
-)
-from tsqp.lab.bench.timeline import (
-    RESOURCES,
-    Times,
-    between_us,
-    busy_us,
-    lanes,
-    length_us,
-    resource,
-    times_of,
 )
 from tsqp.lab.report import (
     COLOURS,
@@ -67,6 +63,15 @@ _STAGE_COLOURS = dict(
         strict=True,
     )
 )
+# Which side is busy during a stage, in the order of the timeline's lanes.
+RESOURCES: tuple[str, ...] = ("TEE", "wire", "GPU")
+_BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
+# Clocks are read one after another: spans that touch may overlap by this much.
+_TOUCH_US = 1.0
+
+# Starts and ends, in microseconds from the step's start.
+Times = Sequence[tuple[float, float]]
+Event = dict[str, Any]
 # A span thinner than this share of a timeline is drawn together with its neighbours.
 _FINEST = 1 / 1500
 # What the TEE does when no operator runs, nor waits for the service.
@@ -201,7 +206,10 @@ def _growth(report: Report) -> Picture | None:
                 label, line, law = one.policy, list[tuple[float, float]](), one.law
                 if law is not None:
                     label += f": n^{law.exponent:.2f}, R2 {law.r_squared:.2f}"
-                    line = [(x, law.at(x)) for x in (one.points[0][0], one.points[-1][0])]
+                    line = [
+                        (x, law.factor * x**law.exponent)
+                        for x in (one.points[0][0], one.points[-1][0])
+                    ]
                 drawn = [point for point in one.points if point[1] > 0]
                 marks(axis, drawn, order.index(one.policy), label, line)
             if found[0].against == "prompt tokens":
@@ -240,6 +248,52 @@ def _baseline_marks(axis: Axes, report: Report) -> set[float]:
 # ---------------------------------------------------------------------------------- timelines
 
 
+def resource(span: Span) -> str:
+    """Return the side that is busy during a span: TEE, wire or GPU."""
+    return _BUSY.get(span.stage, "TEE")
+
+
+def times_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return start and end of each span."""
+    return [(span.start_us, span.end_us) for span in spans]
+
+
+def length_us(timeline: Timeline) -> float:
+    """Return how long the step took, from its start to the end of the last span."""
+    return max((stop for _, stop in times_of(timeline.spans)), default=0.0)
+
+
+def merged(times: Times, gap_us: float = 0.0) -> list[tuple[float, float]]:
+    """Return starts and ends by start; those that are no further apart than this become one."""
+    made: list[tuple[float, float]] = []
+    for begin, stop in sorted(times):
+        if made and begin - made[-1][1] <= gap_us:
+            made[-1] = (made[-1][0], max(stop, made[-1][1]))
+        else:
+            made.append((begin, stop))
+    return made
+
+
+def between_us(timeline: Timeline, lane: int) -> list[tuple[float, float]]:
+    """Return starts and ends of what is between the operators of a lane, up to its last span.
+
+    Nothing of the lane runs then, nor another lane's operator in the TEE. The first lane's begins
+    with the step.
+    """
+    own = times_of(span for span in timeline.spans if span.lane == lane)
+    others = [s for s in timeline.spans if s.lane != lane and resource(s) == "TEE"]
+    first = 0.0 if lane == lanes(timeline)[0] else min(start for start, _ in own)
+    last = max(stop for _, stop in own)
+    ran = merged([(first, first), *own, *times_of(others)])
+    gaps = [(stop, start) for (_, stop), (start, _) in pairwise(ran)]
+    return [gap for gap in gaps if first <= gap[0] and gap[1] < last]
+
+
+def lanes(timeline: Timeline) -> list[int]:
+    """Return the numbers of the micro-batches."""
+    return sorted({span.lane for span in timeline.spans})
+
+
 def timelines(report: Report) -> list[tuple[str, list[Picture]]]:
     """Return the pictures of each policy's timelines, policies that have none left out."""
     return [
@@ -251,18 +305,15 @@ def timelines(report: Report) -> list[tuple[str, list[Picture]]]:
 
 def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
     """Draw when each side is busy in one step, and two layers enlarged."""
-    window = _window(timeline)
-    panels = 1 if window is None else 2
+    panels = [("the whole step", 0.0, length_us(timeline)), *_middle(timeline)]
     height = 0.26 * len(RESOURCES) * len(lanes(timeline)) + 0.85
-    with drawing(panels * height + 0.3) as figure:
-        axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-        _lanes_panel(axes[0], timeline, (0.0, length_us(timeline)))
-        axes[0].set_title("the whole step")
-        if window is not None:
-            title, begin, end = window
-            _lanes_panel(axes[1], timeline, (begin, end))
-            axes[1].set_title(title, pad=16)
-            _name_operators(axes[1], timeline, (begin, end))
+    with drawing(len(panels) * height + 0.3) as figure:
+        axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axis, (title, begin, end) in zip(axes, panels, strict=True):
+            _lanes_panel(axis, timeline, (begin, end))
+            axis.set_title(title, pad=16 if axis is not axes[0] else None)
+        for axis, (_, begin, end) in zip(axes[1:], panels[1:], strict=True):
+            _name_operators(axis, timeline, (begin, end))
             axes[0].axvspan(begin / 1e3, end / 1e3, color="#000000", alpha=0.07, linewidth=0)
         axes[-1].set_xlabel("ms from the step's start")
         used = {f"{span.stage}_us" for span in timeline.spans}
@@ -275,22 +326,25 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         # What no lane's operator did: two lanes may lack one at the same time.
         busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         length = length_us(timeline)
-        shares = {side: busy_us(times) / length for side, times in busy.items()}
+        shares = {
+            side: sum(stop - start for start, stop in merged(times)) / length
+            for side, times in busy.items()
+        }
         words = ", ".join(f"{side} {percent(share)}" for side, share in shares.items() if share)
         caption = f"Of {duration(length)}: {words}. What takes most is what to shorten first."
         return picture(figure, f"One step: {run.policy}, {name}", caption)
 
 
-def _window(timeline: Timeline) -> tuple[str, float, float] | None:
-    """Return two layers in the middle of the first lane, and when they start and end."""
+def _middle(timeline: Timeline) -> list[tuple[str, float, float]]:
+    """Return two layers in the middle of the first lane, and when they start and end; or none."""
     own = [span for span in timeline.spans if span.lane == lanes(timeline)[0]]
     layers = sorted({span.layer for span in own if span.layer is not None})
     if len(layers) < 4:
-        return None
+        return []
     middle = layers[len(layers) // 2 - 1 : len(layers) // 2 + 1]
     times = times_of(span for span in own if span.layer in middle)
     begin, end = min(start for start, _ in times), max(stop for _, stop in times)
-    return (f"layers {middle[0]} and {middle[1]}", begin, end) if end > begin else None
+    return [(f"layers {middle[0]} and {middle[1]}", begin, end)] if end > begin else []
 
 
 def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) -> None:
@@ -305,7 +359,9 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
             drawn.append((colour, times_of(s for s in own if f"{s.stage}_us" == stage)))
         for colour, times in drawn:
             seen = [(start, stop) for start, stop in times if start < end and stop > begin]
-            pieces = [(start / 1e3, width / 1e3) for start, width in _pieces(seen, end - begin)]
+            # Pieces nearer than can be seen become one.
+            pieces = merged(seen, (end - begin) * _FINEST / 2)
+            pieces = [(start / 1e3, (stop - start) / 1e3) for start, stop in pieces]
             if pieces:
                 axis.broken_barh(pieces, (place - 0.38, 0.76), facecolors=colour, edgecolor="none")
         if several and place and busy != lines[place - 1][0]:
@@ -341,13 +397,83 @@ def _name_operators(axis: Axes, timeline: Timeline, window: tuple[float, float])
             axis.axvline(start / 1e3, color="#bbbbbb", linewidth=0.6, zorder=0)
 
 
-def _pieces(times: Times, length_us: float) -> list[tuple[float, float]]:
-    """Return start and width of what to draw: pieces nearer than can be seen become one."""
-    made: list[tuple[float, float]] = []
-    for begin, stop in sorted(times):
-        if made and begin - sum(made[-1]) < length_us * _FINEST / 2:
-            start = made[-1][0]
-            made[-1] = (start, max(stop, sum(made[-1])) - start)
+# -------------------------------------------------------------------------------------- trace
+
+
+def perfetto_json(report: Report) -> str:
+    """Return the trace as the text of a file; without a timeline it has no events."""
+    steps = [(run.policy, one) for run in report.policies for one in run.timelines]
+    setup = report.setup
+    trace = {
+        "traceEvents": [
+            event
+            for process, (policy, step) in enumerate(steps, start=1)
+            for event in _process(process, policy, step)
+        ],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "model": setup.model,
+            "device": setup.device,
+            "transport": setup.transport,
+            "measured": setup.created,
+            "note": "queue and GPU are the service's own claim, laid into the round trip",
+        },
+    }
+    return json.dumps(trace, allow_nan=False, separators=(",", ":"))
+
+
+def _process(pid: int, policy: str, timeline: Timeline) -> Iterator[Event]:
+    name = case_name(timeline.phase, timeline.tokens, timeline.batch)
+    yield _named("process_name", pid, 0, {"name": f"{policy}, {name}"})
+    yield _named("process_sort_index", pid, 0, {"sort_index": pid})
+    thread, numbers = 0, lanes(timeline)
+    for busy, lane in product(RESOURCES, numbers):
+        spans = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
+        for row, placed in enumerate(rows(spans)):
+            thread += 1
+            label = busy if len(numbers) == 1 else f"{busy}, micro-batch {lane}"
+            label += f" ({row + 1})" if row else ""
+            yield _named("thread_name", pid, thread, {"name": label})
+            yield _named("thread_sort_index", pid, thread, {"sort_index": thread})
+            yield from (_complete(span, pid, thread) for span in placed)
+
+
+def rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Lay spans into as few rows as hold them without overlap: events of a thread may not cross.
+
+    Spans that overlap by less than a microsecond count as touching; the later one is shortened.
+    """
+    made: list[list[Span]] = []
+    for span in sorted(spans, key=lambda s: (s.start_us, -s.duration_us)):
+        for row in made:
+            if span.start_us >= row[-1].end_us - _TOUCH_US and span.end_us >= row[-1].end_us:
+                start_us = max(span.start_us, row[-1].end_us)
+                shorter = {"start_us": start_us, "duration_us": span.end_us - start_us}
+                row.append(span.model_copy(update=shorter))
+                break
         else:
-            made.append((begin, stop - begin))
+            made.append([span])
     return made
+
+
+def _named(what: str, pid: int, tid: int, args: Event) -> Event:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _complete(span: Span, pid: int, tid: int) -> Event:
+    stage = span.stage
+    # To whole nanoseconds, both ends alike: spans that touch must not overlap by a rounding.
+    start, stop = round(span.start_us, 3), round(span.end_us, 3)
+    args: Event = {"operator": span.operator, "stage": stage, "micro_batch": span.lane}
+    if span.layer is not None:
+        args["layer"] = span.layer
+    return {
+        "name": span.operator if stage == "tee" else f"{span.operator} {stage}",
+        "cat": stage,
+        "ph": "X",
+        "ts": start,
+        "dur": round(stop - start, 3),
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }

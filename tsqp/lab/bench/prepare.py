@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,7 +25,9 @@ from safetensors.torch import save_file
 from protocol.errors import ModelError, PolicyError
 from protocol.model.checkpoint import (
     INDEX_FILE,
+    SINGLE_FILE,
     Checkpoint,
+    bytes_of,
     light_tensors,
     linear_digest,
     linear_tensors,
@@ -38,10 +42,8 @@ from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
-from tee_side.protect.sites import PadLayout
-from tee_side.words import PHASES, Phase
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.job import Measuring
+from tsqp.lab.bench.job import Measuring, pad_layouts, pad_phases
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
@@ -51,22 +53,11 @@ from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.
 _BLOCK = 4_194_301
-# Memory while writing is about this, or one tensor where that is larger.
-_SHARD_BYTES = 256 * 2**20
 # Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
 _CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
-
-
-def needs_linear(policy: Policy, config: ModelConfig) -> bool:
-    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
-    return (
-        policy.arithmetic == "int8"
-        or bool(policy.sites_here(config.num_hidden_layers))
-        or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
-    )
 
 
 # ------------------------------------------------------------------------------ random weights
@@ -79,78 +70,57 @@ def random_model(directory: Path, shape: Shape, *, linear: bool) -> Path:
     return directory
 
 
-def model_tensors(config: ModelConfig, *, linear: bool = True) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a directory of this model has.
+def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
+    """Return the size of the tensors on disk; their names and shapes come to a little more.
 
     `linear`: with the linear modules; without them, what the TEE needs where they are elsewhere.
     """
-    tensors = light_tensors(config)
-    return tensors | linear_tensors(config) if linear else tensors
-
-
-def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
-    """Return the size of the tensors on disk; their names and shapes come to a little more."""
-    shapes = model_tensors(config, linear=linear).values()
-    return sum(math.prod(shape) for shape in shapes) * DTYPE.itemsize
+    shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
+    return sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
 
 
 def write_random_model(directory: Path, settings: Mapping[str, Any], linear: bool = True) -> int:
-    """Write config.json and bfloat16 weights into an existing directory; return their bytes.
+    """Write config.json and bfloat16 weights, one file, to a directory; return the weights' bytes.
 
     Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
-    ones. They are cut out of one block of random values, which is as fast as the disk. Files are
-    shards with an index. Raises ModelError for settings that are no model's, OSError if the disk
-    is full (`memory.check_disk` says so before).
+    ones. They are cut out of one block of random values, which is as fast as the disk. Raises
+    ModelError for settings that are no model's, OSError if the disk is full (`job.check_disk`
+    says so before).
     """
     (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
     config = read_config(directory)
+    shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
     blocks: dict[float, torch.Tensor] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(_shards(model_tensors(config, linear=linear)), start=1):
-        tensors: dict[str, torch.Tensor] = {}
-        for name, shape in shard.items():
+    size = write_header(directory / SINGLE_FILE, shapes)
+    with (directory / SINGLE_FILE).open("ab") as file:
+        for name, shape in shapes.items():
             if len(shape) == 1 and not name.endswith(".bias"):
-                tensors[name] = torch.ones(shape, dtype=DTYPE)
+                file.write(bytes_of(torch.ones(shape, dtype=DTYPE)))
                 continue
             scale = 1 / math.sqrt(shape[-1])
             if scale not in blocks:
                 blocks[scale] = (block * scale).to(DTYPE)
+            # The block's values from a random one on, over and over.
             start = int(torch.randint(_BLOCK, (), generator=generator))
-            tensors[name] = _cut(blocks[scale], start, shape)
-        file = f"model-{number:05d}.safetensors"
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = required_bytes(config, linear=linear)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
-    return total
+            end = start + math.prod(shape)
+            for begin in range(0, end, _BLOCK):
+                file.write(bytes_of(blocks[scale][max(0, start - begin) : end - begin]))
+    return size
 
 
-def _shards(tensors: dict[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
-    shard: dict[str, tuple[int, ...]] = {}
-    size = 0
-    for name, shape in tensors.items():
-        tensor_bytes = math.prod(shape) * DTYPE.itemsize
-        if shard and size + tensor_bytes > _SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = shape
-        size += tensor_bytes
-    yield shard
-
-
-def _cut(block: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of the block's values from `start` on, over and over."""
-    flat = torch.empty(math.prod(shape), dtype=block.dtype)
-    done = 0
-    while done < flat.numel():
-        piece = block[start : start + flat.numel() - done]
-        flat[done : done + piece.numel()] = piece
-        done += piece.numel()
-        start = 0
-    return flat.view(shape)
+def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Begin a safetensors file of bfloat16 tensors; return how many bytes are to follow."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * DTYPE.itemsize
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return end
 
 
 # -------------------------------------------------------------------------- made from a model
@@ -215,7 +185,10 @@ def _write_hollow(source: Path, target: Path) -> None:
     }
     files = {"light.safetensors": shapes, "zeros.safetensors": zeros | linear_tensors(config)}
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
-    write_zeros(target / "zeros.safetensors", files["zeros.safetensors"])
+    path = target / "zeros.safetensors"
+    # What is past the end of what was written reads as zeros, and takes no room on a disk.
+    size = write_header(path, files[path.name])
+    os.truncate(path, path.stat().st_size + size)
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {}, "weight_map": weight_map}
     (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
@@ -234,21 +207,6 @@ def _write_hollow(source: Path, target: Path) -> None:
             linear_digest=linear_digest(config, made) or "",
         )
         save_calibration(scales, target / CALIBRATION_FILE)
-
-
-def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file of bfloat16 zeros, which takes next to no room on a disk."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        # What is past the end of what was written reads as zeros.
-        file.truncate(8 + len(text) + end)
 
 
 def _like(model: Path, made: Path, *without: str) -> Path:
@@ -275,23 +233,6 @@ def _calibrate(directory: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- pads
-
-
-def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
-    """Return the sites under each mask that needs pads."""
-    layers = config.num_hidden_layers
-    return {
-        mask: PadLayout.of(config, policy.sites_under(layers, mask))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    }
-
-
-def pad_phases(policy: Policy, mask: AdditiveMask | None = None) -> tuple[Phase, ...]:
-    """Return the phases of which each token uses up a pad, of a mask or of any."""
-    placed = [one for _, one in policy.leaving() if isinstance(one.mask, AdditiveMask)]
-    masked = {one.phase for one in placed if mask in (None, one.mask)}
-    return tuple(phase for phase in PHASES if masked & {None, phase})
 
 
 def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
@@ -351,36 +292,25 @@ def _new_bank(
     return store, partial(fill_pads, mask, weights, store)
 
 
-def pad_making(model: Path, policy: Policy, path: Path) -> PadMaking:
+def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
     """Make pads as `tee-runner pads make` does, into a bank of their own, and time it.
 
-    By this process's threads. `path`: of the bank, which is removed again. The weights' values make
-    no difference to time. Raises TsqpError.
+    By this process's threads. `folder`: where the bank is made, and removed again. The weights'
+    values make no difference to time. Raises TsqpError.
     """
-    store, make = _new_bank(model, policy, TIMED_PADS, path)
-    try:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        store, make = _new_bank(model, policy, TIMED_PADS, Path(place) / "pads")
         with store:
             make(TIMED_PADS - PAD_BATCH)  # reads the weights a first time
             started, cpu_before = time.perf_counter_ns(), cpu_ns()
             make(PAD_BATCH)
             cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
-    finally:
-        remove_bank(path)
     return PadMaking(
         phases=pad_phases(policy),
         token_ms=elapsed / 1e6 / PAD_BATCH,
         cpu_ms=cpu / 1e6 / PAD_BATCH,
         batch_tokens=PAD_BATCH,
     )
-
-
-def remove_bank(path: Path) -> None:
-    """Delete a bank with the files beside it."""
-    for file in path.parent.glob(f"{path.name}*"):
-        if file.is_dir():
-            shutil.rmtree(file)
-        else:
-            file.unlink()
 
 
 # ------------------------------------------------------------------------------------ services

@@ -45,8 +45,10 @@ _ONE_THREAD_ROWS = 16
 _WIRE_DTYPE = "torch.float32"
 
 
-class PublishedClient:
-    """The RPCs of the published schema, one at a time, over a REQ socket.
+class PublishedModel:
+    """The trusted half of the forward pass, in float32, and its RPCs, one at a time.
+
+    Shapes: B sequences, T tokens, D hidden, H heads, C head dim, V vocabulary.
 
     Raises EndpointError, DeadlineExceededError, ServiceError for an error reply, and ProtocolError
     for what is no reply.
@@ -67,6 +69,20 @@ class PublishedClient:
             raise EndpointError(
                 "endpoint", got=f"{endpoint!r} ({error})", expected="tcp://HOST:PORT or ipc://PATH"
             ) from None
+
+        init = self.call("Init", {})
+        sizes: dict[str, int] = init["config"]
+        self._layers, self._head_dim = sizes["num_layers"], sizes["head_dim"]
+        self._groups = sizes["num_heads"] // sizes["num_kv_heads"]
+        rotary = init["rotary_emb_params"]
+        self._inv_freq = _floats(rotary["inv_freq"], rotary["inv_freq_shape"])
+        self._attention_scaling: float = rotary["attention_scaling"]
+        self._norms = {
+            name: (_floats(norm["weight"], norm["shape"]), float(norm["eps"]))
+            for name, norm in init["norm_weights"].items()
+        }
+        hidden = torch.zeros(1, 1, sizes["hidden_size"])
+        self.vocab_size = self.tensor("LMHead", _field(hidden, "hidden_states", "shape")).shape[-1]
 
     def close(self) -> None:
         """Close the socket."""
@@ -91,30 +107,26 @@ class PublishedClient:
         reply = msgpack.unpackb(received, raw=False)
         if reply.get("status") != "success":
             code = reply.get("error")
-            known = code in ErrorCode.__members__
-            raise ServiceError(method, code=ErrorCode(code) if known else ErrorCode.INTERNAL)
+            raise ServiceError(
+                method,
+                code=ErrorCode(code) if code in ErrorCode.__members__ else ErrorCode.INTERNAL,
+            )
         response: dict[str, Any] = reply["response"]
         return response
-
-    def embedding(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """Look up float32 [B, T, D] for int64 [B, T]."""
-        return self._tensor("Embedding", _field(ids_BT, "input_ids", "input_shape"))
 
     def linear(self, layer: int, module: str, hidden: torch.Tensor) -> torch.Tensor:
         """Apply one module."""
         sent = _field(hidden, "hidden_states", "shape")
-        return self._tensor("Linear", {"layer_idx": layer, "module_name": module, **sent})
+        return self.tensor("Linear", {"layer_idx": layer, "module_name": module, **sent})
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply, in batches."""
-        sent = _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
-        return self._tensor("Matmul", sent)
+        return self.tensor(
+            "Matmul", _field(a, "a_buffer", "a_shape") | _field(b, "b_buffer", "b_shape")
+        )
 
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
-        return self._tensor("LMHead", _field(hidden, "hidden_states", "shape"))
-
-    def _tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
+    def tensor(self, method: str, request: dict[str, Any]) -> torch.Tensor:
+        """Send one request, and return the tensor of its response."""
         response = self.call(method, {**request, "dtype": _WIRE_DTYPE})
         ProtocolError.unless(
             response["dtype"] == _WIRE_DTYPE,
@@ -125,43 +137,21 @@ class PublishedClient:
         )
         return _floats(response["output"], response["shape"])
 
-
-class PublishedModel:
-    """The trusted half of the forward pass, built from the Init reply; all in float32.
-
-    Shapes: B sequences, T tokens, D hidden, H heads, C head dim, V vocabulary.
-    """
-
-    def __init__(self, client: PublishedClient) -> None:
-        self.client = client
-        init = client.call("Init", {})
-        sizes: dict[str, int] = init["config"]
-        self._layers, self._head_dim = sizes["num_layers"], sizes["head_dim"]
-        self._groups = sizes["num_heads"] // sizes["num_kv_heads"]
-        rotary = init["rotary_emb_params"]
-        self._inv_freq = _floats(rotary["inv_freq"], rotary["inv_freq_shape"])
-        self._attention_scaling: float = rotary["attention_scaling"]
-        self._norms = {
-            name: (_floats(norm["weight"], norm["shape"]), float(norm["eps"]))
-            for name, norm in init["norm_weights"].items()
-        }
-        hidden = torch.zeros(1, 1, sizes["hidden_size"])
-        self.vocab_size = client.lm_head(hidden).shape[-1]
-
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits of the last token, float32 [B, 1, V]."""
-        x_BTD = self.client.embedding(ids_BT)
+        x_BTD = self.tensor("Embedding", _field(ids_BT, "input_ids", "input_shape"))
         angles_TC = torch.outer(torch.arange(ids_BT.shape[1]).float(), self._inv_freq).repeat(1, 2)
         cos_TC, sin_TC = (x * self._attention_scaling for x in (angles_TC.cos(), angles_TC.sin()))
         for layer in range(self._layers):
             h_BTD = self._norm(f"layer_{layer}_input_layernorm", x_BTD)
             x_BTD = x_BTD + self._attention(layer, h_BTD, cos_TC, sin_TC)
             h_BTD = self._norm(f"layer_{layer}_post_attention_layernorm", x_BTD)
-            gate_BTF = self.client.linear(layer, "gate_proj", h_BTD)
-            up_BTF = self.client.linear(layer, "up_proj", h_BTD)
+            gate_BTF = self.linear(layer, "gate_proj", h_BTD)
+            up_BTF = self.linear(layer, "up_proj", h_BTD)
             activated_BTF = torch.nn.functional.silu(gate_BTF) * up_BTF
-            x_BTD = x_BTD + self.client.linear(layer, "down_proj", activated_BTF)
-        return self.client.lm_head(self._norm("final_norm", x_BTD[:, -1:]))
+            x_BTD = x_BTD + self.linear(layer, "down_proj", activated_BTF)
+        h_B1D = self._norm("final_norm", x_BTD[:, -1:])
+        return self.tensor("LMHead", _field(h_B1D, "hidden_states", "shape"))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, eps = self._norms[name]
@@ -173,15 +163,15 @@ class PublishedModel:
     ) -> torch.Tensor:
         heads = (*h_BTD.shape[:2], -1, self._head_dim)
         q_BHTC, k_BHTC, v_BHTC = (
-            self.client.linear(layer, name, h_BTD).view(heads).transpose(1, 2)
+            self.linear(layer, name, h_BTD).view(heads).transpose(1, 2)
             for name in ("q_proj", "k_proj", "v_proj")
         )
         q_BHTC, k_BHTC = (x * cos_TC + _rotate_half(x) * sin_TC for x in (q_BHTC, k_BHTC))
         k_BHTC, v_BHTC = (x.repeat_interleave(self._groups, dim=1) for x in (k_BHTC, v_BHTC))
-        scores_BHTT = self.client.matmul(q_BHTC, k_BHTC.transpose(2, 3))
+        scores_BHTT = self.matmul(q_BHTC, k_BHTC.transpose(2, 3))
         weights_BHTT = torch.softmax(scores_BHTT / math.sqrt(self._head_dim), dim=-1)
-        mixed_BTHC = self.client.matmul(weights_BHTT, v_BHTC).transpose(1, 2)
-        return self.client.linear(layer, "o_proj", mixed_BTHC.reshape(*h_BTD.shape[:2], -1))
+        mixed_BTHC = self.matmul(weights_BHTT, v_BHTC).transpose(1, 2)
+        return self.linear(layer, "o_proj", mixed_BTHC.reshape(*h_BTD.shape[:2], -1))
 
 
 def _field(tensor: torch.Tensor, name: str, shape: str) -> dict[str, Any]:
@@ -208,22 +198,6 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 # -------------------------------------------------------------------------------- measurement
 
 
-def measure_forward(
-    model: PublishedModel, tokens: int, repeats: int, case_s: float, against: Against
-) -> Baseline:
-    """Time one pass over a prompt of so many random tokens.
-
-    Runs it `repeats` times, or until `case_s` is over; at least once.
-    """
-    before, ids = (
-        replace(model.client.traffic),
-        random_ids(model.vocab_size, tokens, seed=tokens),
-    )
-    step_ms = Spread.of([_timed_ms(model, ids) for _ in rounds(repeats, case_s)])
-    about = "REQ socket, inline schema, one RPC per module, no fused modules"
-    return _baseline(model, before, about, tokens, 0, against, step_ms)
-
-
 def measure_new_tokens(
     model: PublishedModel, tokens: int, new_tokens: int, sampled: int, against: Against
 ) -> Baseline:
@@ -232,7 +206,7 @@ def measure_new_tokens(
     `step_ms`: mean of all of them, with the fastest and the slowest that were run. Of passes that
     are not run, the time lies between those of the next shorter and the next longer one.
     """
-    before, lengths = replace(model.client.traffic), np.arange(tokens, tokens + new_tokens)
+    before, lengths = replace(model.traffic), np.arange(tokens, tokens + new_tokens)
     # The first, the last, evenly between; of one the middle.
     count = min(sampled, new_tokens)
     places = np.linspace(0, new_tokens - 1, count) if count > 1 else [(new_tokens - 1) / 2]
@@ -258,7 +232,7 @@ def _baseline(
     step_ms: Spread,
 ) -> Baseline:
     """Put together a result; round trips and bytes are means of the passes since `before`."""
-    now, passes = model.client.traffic, step_ms.runs
+    now, passes = model.traffic, step_ms.runs
     return Baseline(
         name="published",
         description=description,
@@ -289,15 +263,25 @@ def _timed_ms(model: PublishedModel, ids: torch.Tensor) -> float:
 def measure_all(options: Any) -> list[Baseline]:
     """Measure what the command line asks for."""
     torch.set_num_threads(options.threads)
-    lengths, against = options.tokens, options.against
-    with closing(PublishedClient(options.endpoint, timeout_s=options.timeout_s)) as client:
-        model = PublishedModel(client)
+    with closing(PublishedModel(options.endpoint, timeout_s=options.timeout_s)) as model:
         model.forward(random_ids(model.vocab_size, 1, seed=1))  # warms up
-        often = options.repeats, options.case_s
-        found = [measure_forward(model, tokens, *often, against) for tokens in lengths]
+        found = []
+        about = "REQ socket, inline schema, one RPC per module, no fused modules"
+        for tokens in options.tokens:
+            before, ids = replace(model.traffic), random_ids(model.vocab_size, tokens, seed=tokens)
+            times_ms = [_timed_ms(model, ids) for _ in rounds(options.repeats, options.case_s)]
+            step_ms = Spread.of(times_ms)
+            found.append(_baseline(model, before, about, tokens, 0, options.against, step_ms))
         if options.new_tokens:
-            some = options.new_tokens, options.sampled
-            found.append(measure_new_tokens(model, max(lengths), *some, against))
+            found.append(
+                measure_new_tokens(
+                    model,
+                    max(options.tokens),
+                    options.new_tokens,
+                    options.sampled,
+                    options.against,
+                )
+            )
     return found
 
 

@@ -7,14 +7,14 @@ What is there when a run is interrupted is reported as far as it goes.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu_side.devices import parse_device
 from protocol.endpoint import parse_endpoint
@@ -26,8 +26,15 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import Answer, BenchSettings, PolicyJob
-from tsqp.lab.bench.memory import check_disk, check_memory
+from tsqp.lab.bench.job import (
+    Answer,
+    BenchSettings,
+    PolicyJob,
+    check_disk,
+    check_memory,
+    needs_linear,
+    pad_phases,
+)
 from tsqp.lab.bench.model import (
     Baseline,
     Case,
@@ -45,8 +52,6 @@ from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-A = TypeVar("A")
-
 # What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
 _TEE_ONLY = ("tee-only", "tee-only-int8")
 
@@ -55,20 +60,16 @@ _PUBLISHED_NEW_TOKENS = 64
 # For one length of one baseline; the slowest take 6 s a pass.
 _BASELINE_S = 5.0
 
-Say = Callable[[str], None]
-
 
 class Bench:
     """One run. Everything is checked before anything is made or measured."""
 
-    def __init__(self, settings: BenchSettings, say: Say) -> None:
+    def __init__(self, settings: BenchSettings, say: Callable[[str], None]) -> None:
         self._say = say
         self._policies: list[PolicyRun] = []
         self._baselines: list[Baseline] = []
         self._ping_pong: tuple[PingPong, ...] = ()
-        self._finished: set[str] = set()
         self._incomplete: str | None = None
-        self._created = datetime.now(UTC)
         self._shape = shape_of(settings.model, settings.shape)
         self._config = config = self._shape.config()
         fitted = settings.plan.fitted(
@@ -78,6 +79,23 @@ class Bench:
             context=settings.default_context,
         )
         self._settings = replace(settings, plan=fitted)
+        given = settings.endpoints
+        self._setup = Setup(
+            command=settings.command,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=config.num_hidden_layers,
+            dtype=settings.dtype or config.dtype,
+            device="given services" if given else settings.device,
+            transport=given[0].split("://", 1)[0] if given else settings.transport,
+            link=None if settings.link is None else str(settings.link),
+            tee_threads=settings.threads,
+            gpu_threads=None if given else settings.gpu_threads,
+            spin_us=settings.spin_us,
+            step_tokens=settings.step_tokens,
+            kernels=settings.kernels,
+        )
         self._all_policies = [*settings.policies]
         if settings.baselines and all(policy.services for _, policy in settings.policies):
             self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
@@ -85,8 +103,10 @@ class Bench:
         if fitted != settings.plan:
             prompts = ", ".join(map(str, fitted.prefill))
             contexts = ", ".join(map(str, sorted({context for context, _ in fitted.decode})))
-            lengths = f"prefill {prompts}; context {contexts or 'none'}"
-            say(f"prompts and contexts that fit the model: {lengths}")
+            say(
+                f"prompts and contexts that fit the model: prefill {prompts};"
+                f" context {contexts or 'none'}"
+            )
 
     def run(self) -> None:
         """Measure. What ends it early is in the report, and raised."""
@@ -99,10 +119,11 @@ class Bench:
 
     def _missing(self) -> Iterator[str]:
         """Say what has not been measured, or not to its end."""
-        begun = {run.policy for run in self._policies}
+        # What the end of a policy's measurements says is not 0.
+        begun = {run.policy: run.tee_peak_bytes > 0 for run in self._policies}
         names = [policy.name for _, policy in self._all_policies]
         for what, found in (
-            ("in part", [name for name in names if name in begun - self._finished]),
+            ("in part", [name for name in names if begun.get(name) is False]),
             ("not", [name for name in names if name not in begun]),
         ):
             if found:
@@ -117,24 +138,8 @@ class Bench:
 
     def report(self) -> Report:
         """Return what has been measured so far."""
-        settings, config, given = self._settings, self._config, self._settings.endpoints
         return Report(
-            setup=Setup(
-                command=settings.command,
-                created=self._created.isoformat(timespec="seconds"),
-                machine=describe_machine(),
-                model=self._shape.name,
-                num_hidden_layers=config.num_hidden_layers,
-                dtype=settings.dtype or config.dtype,
-                device="given services" if given else settings.device,
-                transport=given[0].split("://", 1)[0] if given else settings.transport,
-                link=settings.link,
-                tee_threads=settings.threads,
-                gpu_threads=None if given else settings.gpu_threads,
-                spin_us=settings.spin_us,
-                step_tokens=settings.step_tokens,
-                kernels=settings.kernels,
-            ),
+            setup=self._setup,
             policies=tuple(self._policies),
             baselines=tuple(self._baselines),
             ping_pong=self._ping_pong,
@@ -152,13 +157,19 @@ class Bench:
         places: dict[str, str] = {}
         for place, policy in self._all_policies:
             # The report could not tell two policies of one name apart.
-            got = f"{places.get(policy.name)} and {place}, both named {policy.name}"
-            expected = "policies of different names"
-            SettingsError.unless(policy.name not in places, "--policy", got, expected)
+            SettingsError.unless(
+                policy.name not in places,
+                "--policy",
+                f"{places.get(policy.name)} and {place}, both named {policy.name}",
+                "policies of different names",
+            )
             places[policy.name] = place
         if settings.baselines:
-            extra = "the extra bench (pip install '.[bench]'), or no baselines"
-            require("transformers", "tsqp bench", extra)
+            require(
+                "transformers",
+                "tsqp bench",
+                "the extra bench (pip install '.[bench]'), or no baselines",
+            )
         if settings.model is not None:
             Checkpoint(settings.model).require(light_tensors(config))
         if not settings.endpoints:
@@ -216,8 +227,11 @@ class Bench:
             )
         served = settings.server_model is not None or bool(settings.endpoints)
         if settings.key is None or not served:
-            expected = f"both, as tsqp provision MODEL --mask {mask.name} writes them"
-            raise SettingsError(f"policy {policy.name}", "no --key, or no --server-model", expected)
+            raise SettingsError(
+                f"policy {policy.name}",
+                "no --key, or no --server-model",
+                f"both, as tsqp provision MODEL --mask {mask.name} writes them",
+            )
         FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
@@ -234,11 +248,11 @@ class Bench:
         return (
             self._settings.baselines
             or (self._settings.computes and not self._settings.endpoints)
-            or any(prepare.needs_linear(policy, self._config) for _, policy in self._all_policies)
+            or any(needs_linear(policy, self._config) for _, policy in self._all_policies)
         )
 
     def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(prepare.pad_phases(policy), self._settings.step_tokens)
+        return self._settings.plan.pads(pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -262,8 +276,7 @@ class Bench:
                 used = hollow if self._needs_hollow(policy) else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            for found in self._measure_baselines(folder, model):
-                self._baselines += found
+            self._measure_baselines(folder, model)
             self._say("baseline: raw ping-pong")
             self._ping_pong = ping_pong()
 
@@ -280,13 +293,12 @@ class Bench:
         else:
             served = settings.server_model if policy.feature_mask else None
             services = prepare.start_services(running, policy, served or model, folder, settings)
-        bank = folder / "pads"
+        bank = Path(running.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
         given = prepare.pad_bank(
             model, policy, self._pads(policy), bank, zeros=not settings.computes
         )
-        running.callback(prepare.remove_bank, bank)
         job = PolicyJob(
             # Policies are read again there.
             replace(settings, policies=()),
@@ -297,21 +309,35 @@ class Bench:
             bank=given,
         )
         answers: list[Answer] = []
+        # Without a last answer, 0 for what only that says.
+        finished = Finished()
         try:
-            for answer in self._answers(job):
+            for answer in run_job(f"policy {name}", measure, job):
                 if isinstance(answer, str):
                     self._say(f"{policy.name}: {answer}")
+                elif isinstance(answer, Finished):
+                    finished = answer
                 else:
                     answers.append(answer)
-            self._finished.add(policy.name)
         finally:
             gpu_peak_bytes: int | None = None
             with suppress(OSError):
                 gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
             if answers:
-                self._policies.append(_policy_run(policy, answers, gpu_peak_bytes))
+                self._policies.append(
+                    PolicyRun(
+                        policy=policy.name,
+                        summary=policy.summary,
+                        leakage_summary=policy.leakage_summary(),
+                        cases=tuple(one for one in answers if isinstance(one, Case)),
+                        generation=next((a for a in answers if isinstance(a, RequestTimes)), None),
+                        timelines=tuple(one for one in answers if isinstance(one, Timeline)),
+                        gpu_peak_bytes=gpu_peak_bytes,
+                        **dict(finished),
+                    )
+                )
 
-    def _measure_baselines(self, folder: Path, model: Path) -> Iterator[Sequence[Baseline]]:
+    def _measure_baselines(self, folder: Path, model: Path) -> None:
         """Measure those that can be: of the same cases, with the same threads and dtype.
 
         `folder`: for the sockets of services. Raises ProcessError.
@@ -333,7 +359,7 @@ class Bench:
                 "new_tokens": plan.decode_steps if contexts else 0,
                 "repeats": plan.repeats,
             }
-            yield in_fresh_process(
+            self._baselines += in_fresh_process(
                 _baseline, "transformers_baseline", options, where="baseline transformers"
             )
         if not settings.endpoints:
@@ -350,41 +376,21 @@ class Bench:
                     "against": "cpu" if settings.computes else "null",
                     "timeout_s": 120.0,
                 }
-                yield in_fresh_process(
+                self._baselines += in_fresh_process(
                     _baseline, "published_client", options, where="baseline published client"
                 )
         # There is an accelerator here, that of our own services.
         if settings.device.startswith("cuda") and not settings.endpoints and contexts:
             self._say("baseline: the GPU alone, unmasked")
             options = {"model": model, "device": settings.device, "context": contexts, "steps": 50}
-            yield in_fresh_process(_baseline, "unmasked_gpu", options, where="baseline GPU alone")
-
-    def _answers(self, job: PolicyJob) -> Iterator[Answer]:
-        """Run a worker, and yield what it says. Raises ProcessError if it fails."""
-        return run_job(f"policy {job.policy}", measure, job)
+            self._baselines += in_fresh_process(
+                _baseline, "unmasked_gpu", options, where="baseline GPU alone"
+            )
 
 
 def _baseline(module: str, options: dict[str, Any]) -> Any:
     """Return what a baseline's script measures; what it imports is for its process alone."""
     return import_module(f"tsqp.lab.bench.{module}").measure_all(SimpleNamespace(**options))
-
-
-def _policy_run(policy: Policy, answers: Sequence[Answer], gpu_peak_bytes: int | None) -> PolicyRun:
-    """Return what there is; without a last answer, 0 for what only that says."""
-
-    def of(kind: type[A]) -> list[A]:
-        return [answer for answer in answers if isinstance(answer, kind)]
-
-    return PolicyRun(
-        policy=policy.name,
-        summary=policy.summary,
-        leakage_summary=policy.leakage_summary(),
-        cases=tuple(of(Case)),
-        generation=next(iter(of(RequestTimes)), None),
-        timelines=tuple(of(Timeline)),
-        gpu_peak_bytes=gpu_peak_bytes,
-        **dict(next(iter(of(Finished)), Finished())),
-    )
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from protocol.errors import SettingsError
@@ -30,27 +29,25 @@ class Shape:
     def config(self) -> ModelConfig:
         """Return the configuration as both sides would read it. Raises ModelError."""
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps(dict(self.settings)), encoding="utf-8")
-            return read_config(path.parent)
+            (Path(folder) / "config.json").write_text(
+                json.dumps(dict(self.settings)), encoding="utf-8"
+            )
+            return read_config(Path(folder))
 
     def with_layers(self, count: int) -> Shape:
         """Return the same shape with another number of layers."""
         return replace(self, settings={**self.settings, "num_hidden_layers": count})
 
 
-SHAPES: Mapping[str, Shape] = MappingProxyType(
-    {
-        name: Shape(name, MappingProxyType(shape["settings"]))
-        for name, shape in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
-    }
-)
+SHAPES: Mapping[str, Shape] = {
+    name: Shape(name, shape["settings"])
+    for name, shape in json.loads(Path(__file__).with_suffix(".json").read_bytes()).items()
+}
 
 
 def find_shape(name: str) -> Shape:
     """Return a shape by its name. Raises SettingsError that lists the names."""
-    known = f"one of {', '.join(SHAPES)}"
-    SettingsError.unless(name in SHAPES, "--shape", repr(name), known)
+    SettingsError.unless(name in SHAPES, "--shape", repr(name), f"one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
@@ -68,7 +65,9 @@ def shape_of(model: Path | None, shape: str | None) -> Shape:
 
 def require_one(model: object, shape: object) -> None:
     """Refuse a model and a shape together, and neither. Raises SettingsError."""
-    got = "neither" if model is None else "both"
     SettingsError.unless(
-        (model is None) != (shape is None), "MODEL and --shape", got, "one of them"
+        (model is None) != (shape is None),
+        "MODEL and --shape",
+        "neither" if model is None else "both",
+        "one of them",
     )

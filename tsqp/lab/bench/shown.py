@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from tee_side.words import PHASES
-from tsqp.lab.bench.conclusions import caveats, dominant, findings, missing
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
@@ -32,15 +32,15 @@ from tsqp.lab.bench.summary import (
     baseline_name,
     by_layer,
     by_operator,
-    case_key,
-    case_name,
     case_stages,
+    caveats,
     compare,
-    find_case,
+    dominant,
+    findings,
     growth,
     kinds,
     main_cases,
-    main_kind,
+    missing,
     name_of,
     pads_ms,
     sustained_ms,
@@ -127,12 +127,11 @@ def overview(report: Report) -> list[Grid]:
 def _steps(report: Report) -> Iterator[Grid]:
     for title, columns, note in _STEPS:
         rows: list[Row] = []
-        for phase, key in kinds(report):
-            rows.append(heading(case_name(phase, *key), columns))
-            for run in report.policies:
-                if (case := find_case(run, phase, key)) is not None:
-                    cells = _step(run, case)
-                    rows.append(Row(tuple(cells[name] for name in columns)))
+        for pairs in kinds(report):
+            rows.append(heading(name_of(pairs[0][1]), columns))
+            for run, case in pairs:
+                cells = _step(run, case)
+                rows.append(Row(tuple(cells[name] for name in columns)))
         yield Grid(title, columns, tuple(rows), note=note)
 
 
@@ -251,9 +250,8 @@ def _baselines(report: Report) -> Grid:
         crossed = size(one.bytes_sent + one.bytes_received)
         name, took = f"{one.name}, {baseline_name(one)}", figures(one.step_ms.median)
         rows.append(Row((name, took, "", whole(one.round_trips), crossed), "group"))
-        for found in beside:
-            ratio = figures(found.ratio or 0.0)
-            rows.append(Row((found.policy, figures(found.ours_ms), ratio, "", "")))
+        for policy, ours_ms, ratio in beside:
+            rows.append(Row((policy, figures(ours_ms), figures(ratio or 0.0), "", "")))
         if not beside:
             rows.append(Row(("no policy has such a step", "", "", "", "")))
     about = (f" {one.name}: {one.description}, {one.dtype}." for one in report.baselines)
@@ -279,64 +277,60 @@ def _percentiles(found: PingPong | None) -> tuple[str, str]:
     return ("", "") if found is None else (figures(found.p50_us), figures(found.p90_us))
 
 
-# --------------------------------------------------------------------------------------- words
+# ---------------------------------------------------------------------------- terminal and page
 
 
-def setup_pairs(report: Report) -> list[tuple[str, str]]:
-    """Return what was measured, and on what."""
+def _contents(report: Report) -> dict[str, Any]:
+    """Return what a terminal and a page both show, by the names that the page has for it."""
     setup = report.setup
     machine = ", ".join(f"{name} {value}" for name, value in setup.machine.items())
     served = _NOT_OURS if setup.gpu_threads is None else str(setup.gpu_threads)
-    return [
-        ("model", f"{setup.model}, {setup.num_hidden_layers} layers, {setup.dtype}"),
-        ("device", setup.device),
-        ("transport", setup.transport + (f", modelled link {setup.link}" if setup.link else "")),
-        ("kernels", setup.kernels),
-        ("threads", f"TEE {setup.tee_threads}, GPU side {served}"),
-        ("spin", f"{setup.spin_us:g} us before blocking" if setup.spin_us else "none"),
-        ("tokens a step", "unknown" if not setup.step_tokens else f"at most {setup.step_tokens}"),
-        ("machine", machine),
-        ("measured", setup.created),
-        ("command", setup.command),
-    ]
-
-
-def _leakage_summaries(report: Report) -> list[tuple[str, str]]:
-    """Return what the GPU side learns under each policy."""
-    return [
-        (run.policy, run.leakage_summary or "nothing leaves the TEE: the GPU side sees nothing")
-        for run in report.policies
-    ]
-
-
-def _facts(report: Report) -> str:
-    """Return the run in a line."""
-    setup = report.setup
-    return (
-        f"{setup.model}, {setup.dtype}, device {setup.device} over {setup.transport}"
+    return {
+        "facts": f"{setup.model}, {setup.dtype}, device {setup.device} over {setup.transport}"
         + (f" ({setup.link})" if setup.link else "")
-        + f", {setup.tee_threads} threads in the TEE"
-    )
-
-
-# ---------------------------------------------------------------------------- terminal and page
+        + f", {setup.tee_threads} threads in the TEE",
+        "caveats": [*caveats(report)],
+        "missing": [*missing(report)],
+        "findings": [*findings(report)],
+        "overview": overview(report),
+        "leakage_summaries": [
+            (run.policy, run.leakage_summary or "nothing leaves the TEE: the GPU side sees nothing")
+            for run in report.policies
+        ],
+        "setup": [
+            ("model", f"{setup.model}, {setup.num_hidden_layers} layers, {setup.dtype}"),
+            ("device", setup.device),
+            (
+                "transport",
+                setup.transport + (f", modelled link {setup.link}" if setup.link else ""),
+            ),
+            ("kernels", setup.kernels),
+            ("threads", f"TEE {setup.tee_threads}, GPU side {served}"),
+            ("spin", f"{setup.spin_us:g} us before blocking" if setup.spin_us else "none"),
+            ("tokens a step", f"at most {setup.step_tokens}" if setup.step_tokens else "unknown"),
+            ("machine", machine),
+            ("measured", setup.created),
+            ("command", setup.command),
+        ],
+    }
 
 
 def show(report: Report, console: Console, *, details: bool = False) -> None:
     """Print a report. `details`: every case and its layers, not one of each phase and policy."""
-    console.print(Text(_facts(report), style="bold"))
+    contents = _contents(report)
+    console.print(Text(contents["facts"], style="bold"))
     console.print()
-    for sentence in (*caveats(report), *missing(report)):
+    for sentence in (*contents["caveats"], *contents["missing"]):
         console.print(Text(f"! {sentence}", style="yellow"))
     shares = (dominant(*pair) for phase in PHASES for pair in main_cases(report, phase))
-    for sentence in (*findings(report), *shares):
+    for sentence in (*contents["findings"], *shares):
         console.print(f"* {sentence}")
     console.print()
-    grids = overview(report)
-    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    grids = contents["overview"]
+    chosen = [case for phase in PHASES for _, case in main_cases(report, phase)]
     for run in report.policies:
         for case in run.cases:
-            if case.operators and (details or (case.phase, case_key(case)) in chosen):
+            if case.operators and (details or case in chosen):
                 title = f"{run.policy}, {name_of(case)}"
                 grids.append(operators_grid(case, f"{title}: cost per operator, ms"))
                 if details:
@@ -345,8 +339,8 @@ def show(report: Report, console: Console, *, details: bool = False) -> None:
         for part in terminal(one, console):
             console.print(part)
     for title, pairs in (
-        ("What the GPU side learns", _leakage_summaries(report)),
-        ("Setup", setup_pairs(report)),
+        ("What the GPU side learns", contents["leakage_summaries"]),
+        ("Setup", contents["setup"]),
     ):
         console.print(Text(title, style="bold"))
         console.print(definitions(pairs))
@@ -359,26 +353,20 @@ def render_html(report: Report) -> str:
     Operators of each layer are listed for the cases by which policies are compared; for the others
     each layer as a whole, to keep the page small. The JSON document has all of them.
     """
-    chosen = {(phase, main_kind(report, phase)) for phase in PHASES}
+    chosen = [case for phase in PHASES for _, case in main_cases(report, phase)]
     policies = []
     for run in report.policies:
         cases = []
         for case in run.cases:
             if case.operators:
                 operators = operators_grid(case, "Per operator")
-                shown = (case.phase, case_key(case)) in chosen
-                layers = layers_grid(case, "Per layer", operators=shown)
+                layers = layers_grid(case, "Per layer", operators=case in chosen)
                 cases.append({"name": name_of(case), "operators": operators, "layers": layers})
         policies.append({"name": run.policy, "summary": run.summary, "cases": cases})
     return page(
         "bench",
         program="tsqp bench",
         report=report,
-        facts=_facts(report),
-        missing=missing(report),
-        caveats=caveats(report),
-        findings=[*findings(report)],
-        overview=overview(report),
         pictures=plots(report),
         timelines=timelines(report),
         policies=policies,
@@ -387,6 +375,5 @@ def render_html(report: Report) -> str:
             (REST_NAME, REST_MEANING),
         ],
         rest=REST_MEANING,
-        leakage_summaries=_leakage_summaries(report),
-        setup=setup_pairs(report),
+        **_contents(report),
     )

@@ -1,16 +1,17 @@
-"""What a report has: its cases by operator, layer and stage; comparison with others, and growth."""
+"""What a report says: cases by operator, layer and stage, comparisons, growth, and conclusions."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tee_side.words import OPERATORS, PHASES, Phase
 from tsqp.lab.bench.model import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
+from tsqp.lab.report import duration, figures, percent
 
 STAGE_NAMES: dict[str, str] = {name: name.removesuffix("_us") for name in STAGES} | {
     "gpu_us": "GPU",
@@ -53,13 +54,7 @@ _FLOW: tuple[str, ...] = (
     "lm_head",
     "sample",
 )
-CaseKey = tuple[int, int, int]
 Measured = tuple[PolicyRun, Case]
-
-
-def case_key(case: Case) -> CaseKey:
-    """Return what makes two cases of one phase comparable: tokens, batch, micro-batches."""
-    return case.tokens, case.batch, case.micro_batches
 
 
 def case_name(phase: Phase, tokens: int, batch: int = 1, micro_batches: int = 1) -> str:
@@ -72,48 +67,44 @@ def case_name(phase: Phase, tokens: int, batch: int = 1, micro_batches: int = 1)
 
 def name_of(case: Case) -> str:
     """Return the short name of a case."""
-    return case_name(case.phase, *case_key(case))
+    return case_name(case.phase, case.tokens, case.batch, case.micro_batches)
 
 
-def kinds(report: Report) -> list[tuple[Phase, CaseKey]]:
-    """Return each kind of case that some policy has: prefill first, then by batch and length."""
-    found = {(case.phase, case_key(case)) for run in report.policies for case in run.cases}
-    return sorted(
-        found, key=lambda kind: (PHASES.index(kind[0]), kind[1][1], kind[1][2], kind[1][0])
-    )
+def find_case(run: PolicyRun, phase: Phase, key: tuple[int, int, int]) -> Case | None:
+    """Return a policy's case of so many tokens, sequences and micro-batches, None without one."""
+    cases = (case for case in run.cases if case.phase == phase)
+    return next((c for c in cases if (c.tokens, c.batch, c.micro_batches) == key), None)
 
 
-def find_case(run: PolicyRun, phase: Phase, key: CaseKey) -> Case | None:
-    """Return a policy's case of that kind, None if it has none."""
-    return next((c for c in run.cases if c.phase == phase and case_key(c) == key), None)
-
-
-def main_kind(report: Report, phase: Phase) -> CaseKey | None:
-    """Return the kind of case by which policies are compared, None if there is no case.
-
-    The one that most policies have; of these, one sequence, undivided, and the longest.
-    """
-    counts = Counter(
-        case_key(case) for run in report.policies for case in run.cases if case.phase == phase
-    )
-    if not counts:
-        return None
-    return max(counts, key=lambda key: (counts[key], -key[1], -key[2], key[0]))
+def kinds(report: Report) -> list[list[Measured]]:
+    """Return the cases of each kind: prefill first, then by batch and length."""
+    found: dict[tuple[int, int, int, int], list[Measured]] = {}
+    for run in report.policies:
+        for case in run.cases:
+            key = (PHASES.index(case.phase), case.batch, case.micro_batches, case.tokens)
+            found.setdefault(key, []).append((run, case))
+    return [found[key] for key in sorted(found)]
 
 
 def main_cases(report: Report, phase: Phase) -> list[Measured]:
-    """Return the policies' cases of the main kind, those that have one."""
-    key = main_kind(report, phase)
-    if key is None:
-        return []
-    found = ((run, find_case(run, phase, key)) for run in report.policies)
-    return [(run, case) for run, case in found if case is not None]
+    """Return the cases of the kind by which policies are compared.
+
+    The one that most policies have; of these, one sequence, undivided, and the longest.
+    """
+
+    def rank(pairs: list[Measured]) -> tuple[int, int, int, int]:
+        _, case = pairs[0]
+        return len(pairs), -case.batch, -case.micro_batches, case.tokens
+
+    return max((k for k in kinds(report) if k[0][1].phase == phase), key=rank, default=[])
 
 
 def in_order(operators: Iterable[str]) -> list[str]:
     """Return each of some operators once, in the order of a step; unknown ones come last."""
-    names = dict.fromkeys(operators)
-    return sorted(names, key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW))
+    return sorted(
+        dict.fromkeys(operators),
+        key=lambda name: _FLOW.index(name) if name in _FLOW else len(_FLOW),
+    )
 
 
 def by_operator(case: Case) -> list[OperatorCost]:
@@ -129,25 +120,27 @@ def by_layer(case: Case) -> list[tuple[OperatorCost, list[OperatorCost]]]:
     found = []
     for layer in (*sorted({c.layer for c in case.operators if c.layer is not None}), None):
         own = {c.operator: c for c in case.operators if c.layer == layer}
-        if own:
+        if costs := [own[operator] for operator in in_order(own)]:
             name = "in no layer" if layer is None else f"layer {layer}"
-            costs = [own[operator] for operator in in_order(own)]
             found.append((_total(name, costs), costs))
     return found
 
 
 def _total(name: str, costs: Sequence[OperatorCost]) -> OperatorCost:
     places = {place for cost in costs for place in cost.place.split("+")}
-    place = "+".join(sorted(places, reverse=True))
-    whole: dict[str, Any] = {"operator": name, "layer": None, "place": place}
-    for count in ("calls", "rpcs", "bytes_sent", "bytes_received"):
-        whole[count] = math.fsum(getattr(cost, count) for cost in costs)
-    return OperatorCost.model_validate(whole | {"stages": sum_stages(c.stages for c in costs)})
+    place: Any = "+".join(sorted(places, reverse=True))
+    counts = {
+        count: math.fsum(getattr(cost, count) for cost in costs)
+        for count in ("calls", "rpcs", "bytes_sent", "bytes_received")
+    }
+    stages = sum_stages(cost.stages for cost in costs)
+    return OperatorCost(operator=name, layer=None, place=place, stages=stages, **counts)
 
 
 def sum_stages(stages: Iterable[Stages]) -> Stages:
     """Add up."""
-    return sum(stages, Stages())
+    added = list(stages)
+    return Stages(**{name: sum(getattr(one, name) for one in added) for name in STAGES})
 
 
 def case_stages(case: Case) -> Stages:
@@ -212,15 +205,6 @@ def alike(report: Report, cases: Sequence[Measured]) -> list[list[Measured]]:
     return list(groups.values())
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A policy beside a baseline. `ratio`: baseline / ours, None where they can't be compared."""
-
-    policy: str
-    ours_ms: float
-    ratio: float | None
-
-
 def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> bool:
     """Say whether a baseline did the same work as these cases of a policy, at least one.
 
@@ -229,8 +213,6 @@ def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> boo
     computes.
     """
     device = report.setup.device
-    if not cases:
-        return False
     if baseline.against == "null":
         return device == "null" and all(case.rpcs for case in cases)
     if not any(case.rpcs for case in cases):
@@ -238,9 +220,15 @@ def comparable(report: Report, cases: Sequence[Case], baseline: Baseline) -> boo
     return bool(computes(device)) and (baseline.against == "none" or device.startswith("cpu"))
 
 
-def compare(report: Report) -> list[tuple[Baseline, list[Comparison]]]:
-    """Put beside each baseline the same case of each policy that has one.
+def is_generation(baseline: Baseline) -> bool:
+    """Say whether a baseline timed a prompt and all its new tokens together."""
+    return baseline.phase == "prefill" and baseline.new_tokens > 1
 
+
+def compare(report: Report) -> list[tuple[Baseline, list[tuple[str, float, float | None]]]]:
+    """Put beside each baseline what the same case of each policy that has one took, in ms.
+
+    Behind the policy's name and time stands baseline / ours, None where they can't be compared.
     Against a service that answers at once, what is compared is the overhead; otherwise the step.
     A baseline of a prompt and more new tokens than one is compared with the generation, which did
     the same work if all cases did.
@@ -249,36 +237,27 @@ def compare(report: Report) -> list[tuple[Baseline, list[Comparison]]]:
     for baseline in report.baselines:
         beside = []
         for run in report.policies:
-            if (ours := _ours_ms(run, baseline)) is not None:
-                same = comparable(report, _cases(run, baseline), baseline) and ours > 0
-                ratio = baseline.step_ms.median / ours if same else None
-                beside.append(Comparison(run.policy, ours, ratio))
+            cases, ours_ms = _same_work(run, baseline)
+            if cases:
+                same = comparable(report, cases, baseline) and ours_ms > 0
+                ratio = baseline.step_ms.median / ours_ms if same else None
+                beside.append((run.policy, ours_ms, ratio))
         found.append((baseline, beside))
     return found
 
 
-def is_generation(baseline: Baseline) -> bool:
-    """Say whether a baseline timed a prompt and all its new tokens together."""
-    return baseline.phase == "prefill" and baseline.new_tokens > 1
-
-
-def _cases(run: PolicyRun, baseline: Baseline) -> Sequence[Case]:
-    """Return a policy's cases that do what a baseline did: all of them for a whole request."""
-    if is_generation(baseline):
-        return run.cases
-    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
-    return () if case is None else (case,)
-
-
-def _ours_ms(run: PolicyRun, baseline: Baseline) -> float | None:
+def _same_work(run: PolicyRun, baseline: Baseline) -> tuple[Sequence[Case], float]:
+    """Return the cases, none or more, in which a policy did what a baseline did, and their ms."""
     if is_generation(baseline):
         lengths, made = (baseline.tokens, baseline.new_tokens), run.generation
-        same = made is not None and (made.prompt_tokens, made.new_tokens) == lengths
-        return made.total_ms if made is not None and same else None
-    for case in _cases(run, baseline):
-        against_nothing = baseline.against == "null" and case.rpcs
-        return case.overhead_ms if against_nothing else case.step_ms.median
-    return None
+        if made is None or (made.prompt_tokens, made.new_tokens) != lengths:
+            return (), 0.0
+        return run.cases, made.total_ms
+    case = find_case(run, baseline.phase, (baseline.tokens, 1, 1))
+    if case is None:
+        return (), 0.0
+    overhead = baseline.against == "null" and case.rpcs
+    return (case,), case.overhead_ms if overhead else case.step_ms.median
 
 
 def baseline_name(baseline: Baseline) -> str:
@@ -306,22 +285,17 @@ class PowerLaw:
     r_squared: float
     worst: float
 
-    def at(self, x: float) -> float:
-        """Return the cost that the law predicts at `x`."""
-        return float(self.factor * x**self.exponent)
 
-
-def fit_exponent(points: Iterable[tuple[float, float]]) -> PowerLaw | None:
+def fit_exponent(points: Sequence[tuple[float, float]]) -> PowerLaw | None:
     """Fit log(cost) = log(factor) + exponent * log(x) by least squares.
 
     `points`: pairs of x and cost. None where no such line exists: fewer than two different x, or a
     number that has no logarithm. No point is left out silently.
     """
-    pairs = list(points)
-    if not all(0 < number < math.inf for pair in pairs for number in pair):
+    if not all(0 < number < math.inf for pair in points for number in pair):
         return None
-    xs = [math.log(x) for x, _ in pairs]
-    ys = [math.log(cost) for _, cost in pairs]
+    xs = [math.log(x) for x, _ in points]
+    ys = [math.log(cost) for _, cost in points]
     if len(set(xs)) < 2:
         return None
     exponent, offset = statistics.linear_regression(xs, ys)
@@ -380,3 +354,144 @@ def growth(report: Report) -> list[Growth]:
         for key, points in found.items()
         if len(points) > 1 and any(cost for _, cost in points)
     ]
+
+
+# ---------------------------------------------------------------------------------- sentences
+
+
+def caveats(report: Report) -> Iterator[str]:
+    """Say what must be known before any figure is read, a sentence each."""
+    device = report.setup.device
+    if computes(device) is False and any(c.rpcs for run in report.policies for c in run.cases):
+        served = (
+            "nothing is computed at the service: tokens/s are an upper bound"
+            if device == "null"
+            else "the service computes nothing and takes the time that was described to it:"
+            " tokens/s are modelled"
+        )
+        yield (
+            f"With device {device} {served}, and policies that compute in the TEE what others"
+            " leave to the service are not comparable with those."
+        )
+    names = [run.policy for run in report.policies if uses_pads(run)]
+    if names:
+        text = (
+            f"{', '.join(names)}: pads are made ahead, and making them is not counted in times and"
+            " tokens/s, but in sustained ones"
+        )
+        if computes(device) is False:
+            text += "; the factors of these pads are zeros, which cost as much to use"
+        yield f"{text}."
+
+
+def at_most(report: Report) -> str:
+    """Return what to say before a speed that needs a service; empty where that computed."""
+    kind = report.setup.device.partition(":")[0]
+    return {"null": "at most ", "model": "a modelled "}.get(kind, "")
+
+
+def uses_pads(run: PolicyRun) -> bool:
+    """Say whether a policy uses up pads that were made ahead, by what it says that it discloses."""
+    said = run.leakage_summary or ""
+    alone = "uniform random numbers" in said and "collude" not in said
+    return (alone or re.search(r"\bunder [^;]*\bpad\b", said) is not None) and any(
+        case.rpcs for case in run.cases
+    )
+
+
+def missing(report: Report) -> Iterator[str]:
+    """Say what a report lacks, a sentence each; nothing if it is complete."""
+    if report.incomplete:
+        yield f"The run is incomplete: {report.incomplete}."
+    if not report.policies:
+        yield "No policy was measured."
+    for run in report.policies:
+        phases = {case.phase for case in run.cases}
+        parts: dict[str, bool] = {phase: phase in phases for phase in PHASES}
+        parts |= {"generation": run.generation is not None, "timeline": bool(run.timelines)}
+        if not all(parts.values()):
+            lacking = ", ".join(name for name, is_there in parts.items() if not is_there)
+            yield f"{run.policy} lacks: {lacking}."
+    if not report.baselines:
+        yield "No baseline was measured: ratios to other systems are missing."
+    if not report.ping_pong:
+        yield "No ping-pong was measured: the floor of the transport is unknown."
+
+
+def findings(report: Report) -> Iterator[str]:
+    """Say what to conclude, a sentence each, from the cases by which policies are compared."""
+    for phase in PHASES:
+        pairs = main_cases(report, phase)
+        for same in alike(report, pairs):
+            ranked = sorted(same, key=lambda pair: pair[1].step_ms.median)
+            best, case = ranked[0]
+            pads = " (making pads not counted)" if uses_pads(best) and case.rpcs else ""
+            text = (
+                f"{name_of(case).capitalize()}: {best.policy} takes"
+                f" {duration(case.step_ms.median * 1e3)} a step,"
+                f" {at_most(report) if case.rpcs else ''}{figures(case.tokens_per_s) or '0'}"
+                f" tokens/s{pads}"
+            )
+            others = [
+                f"{run.policy} {figures(other.step_ms.median / case.step_ms.median)} times as long"
+                for run, other in ranked[1:]
+                if case.step_ms.median > 0
+            ]
+            yield text + (f"; {', '.join(others)}." if others else ".")
+        yield from _offloading(report, pairs)
+    for baseline, beside in compare(report):
+        ratios = [
+            f"{figures(ratio)} times {name}" for name, _, ratio in beside if ratio is not None
+        ]
+        if ratios:
+            yield (
+                f"The baseline {baseline.name} takes {duration(baseline.step_ms.median * 1e3)} for"
+                f" {baseline_name(baseline)}: {', '.join(ratios)}."
+            )
+
+
+def _offloading(report: Report, pairs: Sequence[Measured]) -> Iterator[str]:
+    """Say whether each policy with a service wins against the fastest that never needs one.
+
+    Nothing where no policy does without a service, or a step took no time.
+    """
+    alone = [pair for pair in pairs if not any(one.rpcs for one in pair[0].cases)]
+    if not alone or min(case.step_ms.median for _, case in pairs) <= 0:
+        return
+    best, case = min(alone, key=lambda pair: pair[1].step_ms.median)
+    alone_ms = case.step_ms.median
+    said = []
+    for run, other in (pair for pair in pairs if pair not in alone):
+        ratio = alone_ms / other.step_ms.median
+        sustained = alone_ms / sustained_ms(run, other)
+        text = f"{run.policy} {_outcome(ratio)}, {at_most(report)}{ratio:.2f} times as fast"
+        if sustained < ratio:
+            text += f" ({_outcome(sustained)} with its pads made on the same cores:"
+            text += f" {sustained:.2f} times)"
+        said.append(text)
+    if said:
+        yield (
+            f"Offloading beside {best.policy}, the fastest without a service"
+            f" ({duration(alone_ms * 1e3)} for {name_of(case)}): {'; '.join(said)}."
+        )
+
+
+def _outcome(ratio: float) -> str:
+    return "wins" if ratio > 1 else "loses"
+
+
+def dominant(run: PolicyRun, case: Case) -> str:
+    """Say which stage and which operator of a case cost most."""
+    stages = case_stages(case)
+    operators = by_operator(case)
+    if not operators or stages.total_us <= 0:
+        return f"{run.policy}, {name_of(case)}: not split into operators."
+    whole = whole_us(case)
+    stage = max(STAGES, key=lambda name: float(getattr(stages, name)))
+    largest = sorted(operators, key=lambda op: -op.stages.total_us)[:2]
+    names = " and ".join(f"{op.operator} ({percent(op.stages.total_us / whole)})" for op in largest)
+    return (
+        f"{run.policy}, {name_of(case)}: the largest stage is {STAGE_NAMES[stage]}"
+        f" ({percent(getattr(stages, stage) / whole)}), the largest operators are {names}"
+        + (f"; {REST_NAME} is {percent(case.rest_us / whole)}." if case.rest_us > 0 else ".")
+    )

@@ -25,33 +25,6 @@ from tsqp.lab.bench.model import Baseline, Spread
 from tsqp.lab.measure import elapsed_us, random_ids, rounds, script, write_results
 
 
-def measure_prefill(
-    model: Any, tokens: int, *, repeats: int, case_s: float, dtype: str
-) -> Baseline:
-    """Time a prompt of so many random tokens.
-
-    Runs it `repeats` times, or until `case_s` is over; at least once.
-    """
-    ids = random_ids(model.config.vocab_size, tokens, seed=tokens)
-    step = partial(_step, model, ids, None)
-    step()
-    times_ms = [elapsed_us(step) / 1e3 for _ in rounds(repeats, case_s)]
-    return _baseline(model, "prefill", tokens, 0, dtype, times_ms)
-
-
-def measure_decode(model: Any, tokens: int, new_tokens: int, dtype: str) -> Baseline:
-    """Time every step after a prompt, one token each, with the KV cache."""
-    output = _step(model, random_ids(model.config.vocab_size, tokens, seed=tokens), None)
-    times_ms = []
-    for step in range(new_tokens + 1):
-        ids = output.logits[:, -1:].argmax(-1)
-        started = time.perf_counter()
-        output = _step(model, ids, output.past_key_values)
-        if step:  # the first one warms up
-            times_ms.append((time.perf_counter() - started) * 1e3)
-    return _baseline(model, "decode", tokens, new_tokens, dtype, times_ms)
-
-
 def _step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
     return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
@@ -88,13 +61,25 @@ def measure_all(options: Any) -> list[Baseline]:
         use_safetensors=True,
     )
     model.eval()
-    how = {"repeats": options.repeats, "case_s": options.case_s, "dtype": options.dtype}
-    found = [measure_prefill(model, n, **how) for n in options.tokens]
-    if options.new_tokens:
-        found += [
-            measure_decode(model, context, options.new_tokens, options.dtype)
-            for context in options.context or [min(options.tokens)]
-        ]
+    vocabulary, found = model.config.vocab_size, []
+    for tokens in options.tokens:
+        step = partial(_step, model, random_ids(vocabulary, tokens, seed=tokens), None)
+        step()
+        times_ms = [elapsed_us(step) / 1e3 for _ in rounds(options.repeats, options.case_s)]
+        found.append(_baseline(model, "prefill", tokens, 0, options.dtype, times_ms))
+    contexts = options.context or [min(options.tokens)]
+    for tokens in contexts if options.new_tokens else ():
+        output = _step(model, random_ids(vocabulary, tokens, seed=tokens), None)
+        times_ms = []
+        for _ in range(options.new_tokens + 1):
+            ids = output.logits[:, -1:].argmax(-1)
+            started = time.perf_counter()
+            output = _step(model, ids, output.past_key_values)
+            times_ms.append((time.perf_counter() - started) * 1e3)
+        # The first one warms up.
+        found.append(
+            _baseline(model, "decode", tokens, options.new_tokens, options.dtype, times_ms[1:])
+        )
     return found
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from copy import copy
+from functools import partial
 from operator import itemgetter, sub
 from typing import TypeAlias
 
@@ -24,9 +26,9 @@ from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place, TeeStage
-from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob
-from tsqp.lab.bench.memory import kv_bytes, vocabulary_bytes
+from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob, kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
+    STAGES,
     Case,
     Finished,
     OperatorCost,
@@ -38,7 +40,6 @@ from tsqp.lab.bench.model import (
 )
 from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, random_ids, rounds
-from tsqp.link import Link
 
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
@@ -70,11 +71,7 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
         engine=EngineSettings(step_tokens=given.step_tokens),
         micro_batches=given.micro_batches,
         spin_us=given.spin_us,
-        link=(
-            None
-            if given.link_gbps is None and given.link_rtt_us == 0
-            else Link(given.link_gbps, given.link_rtt_us)
-        ),
+        link=given.link,
         # Services of its own get tokens drawn at random, which are no secret.
         shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
     )
@@ -87,7 +84,7 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
         cached, pads = given.plan.cached_tokens(given.step_tokens), None
         if job.bank:
             yield "making pads"
-            pads = pad_making(job.model, policy, job.bank.with_name(f"{job.bank.name}-timed"))
+            pads = pad_making(job.model, policy, job.bank.parent)
         yield Finished(
             tee_peak_bytes=peak,
             kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
@@ -198,8 +195,7 @@ def _case(
     for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
         heavy.reset(0)
         times_ms.append(elapsed_us(work) / 1e3)
-        spent_ns = (heavy.sums(name, None).stages.get("tee", 0) for name in HEAVY)
-        heavy_ms.append(sum(spent_ns) / 1e6)
+        heavy_ms.append(sum(cost.stages.tee_us for cost in heavy.costs(1)) / 1e3)
     count = len(times_ms)
     tee, *services = [
         (cpu_ns(pid) - before) / 1e6 / count for pid, before in zip(pids, cpu_before, strict=True)
@@ -235,38 +231,34 @@ def _case(
 # ----------------------------------------------------------------------------------- observer
 
 
-@dataclass(slots=True)
-class _Sums:
-    """One operator of one layer, over all measured steps; times in nanoseconds."""
-
-    place: Place = "tee"
-    calls: int = 0
-    rpcs: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    stages: dict[str, float] = field(default_factory=dict)
-
-
 class Collector:
     """Adds up steps since `reset`. The operators of micro-batch 0 tell `collector(0)`, and so on.
 
-    `keep_spans`: keep every piece of a step as well.
+    `keep_spans`: keep every piece of a step as well. See `tee_side.observer.Observer`.
     """
 
     def __init__(self, *, keep_spans: bool = False) -> None:
         self._keep_spans = keep_spans
-        self._sums: dict[Site, _Sums] = {}
+        # Of each operator of each layer where it ran, its counts, and its nanoseconds by stage.
+        self._places: dict[Site, Place] = {}
+        self._sums: dict[Site, dict[str, float]] = defaultdict(
+            partial(defaultdict[str, float], int)
+        )
         # Of a piece what `Span` says; made into one later, as that takes time.
         self._pieces: list[tuple[int, Site, str, float, float]] = []
-        self._origin_ns = 0
+        self._lane = self._origin_ns = 0
 
-    def __call__(self, index: int) -> _Lane:
-        """See `tee_side.observer.Observers`."""
-        return _Lane(self, index)
+    def __call__(self, index: int) -> Collector:
+        """Return the observer of a micro-batch, which adds to the same sums."""
+        made = copy(self)
+        made._lane = index
+        return made
 
     def reset(self, origin_ns: int) -> None:
         """Forget everything; spans are counted from this moment on."""
-        self._sums, self._pieces, self._origin_ns = {}, [], origin_ns
+        self._origin_ns = origin_ns
+        self._sums.clear()
+        self._pieces.clear()
 
     def costs(self, steps: int) -> tuple[OperatorCost, ...]:
         """Return the mean of `steps` steps, in the order in which operators were first called."""
@@ -274,14 +266,12 @@ class Collector:
             OperatorCost(
                 operator=operator,
                 layer=layer,
-                place=sums.place,
-                calls=sums.calls / steps,
-                rpcs=sums.rpcs / steps,
-                bytes_sent=sums.bytes_sent / steps,
-                bytes_received=sums.bytes_received / steps,
-                stages=Stages(
-                    **{f"{name}_us": _NS * spent / steps for name, spent in sums.stages.items()}
-                ),
+                place=self._places.get((operator, layer), "tee"),
+                calls=sums["calls"] / steps,
+                rpcs=sums["rpcs"] / steps,
+                bytes_sent=sums["bytes_sent"] / steps,
+                bytes_received=sums["bytes_received"] / steps,
+                stages=Stages(**{name: _NS * sums[name] / steps for name in STAGES}),
             )
             for (operator, layer), sums in self._sums.items()
         )
@@ -301,31 +291,10 @@ class Collector:
         ]
         return tuple(sorted(spans, key=lambda span: (span.start_us, span.lane)))
 
-    def sums(self, operator: AnyOperator, layer: int | None) -> _Sums:
-        """Return what is counted for one operator of one layer."""
-        return self._sums.setdefault((operator, layer), _Sums())
-
-    def spent(
-        self, lane: int, site: Site, stage: str, started_ns: float, elapsed_ns: float
-    ) -> None:
-        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
-        stages = self.sums(*site).stages
-        stages[stage] = stages.get(stage, 0) + elapsed_ns
-        if self._keep_spans and elapsed_ns > 0:
-            self._pieces.append((lane, site, stage, started_ns, elapsed_ns))
-
-
-class _Lane:
-    """The observer of one micro-batch. See `tee_side.observer.Observer`."""
-
-    def __init__(self, collector: Collector, index: int) -> None:
-        self._collector = collector
-        self._index = index
-
     def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
-        sums = self._collector.sums(operator, layer)
-        sums.place = place
-        sums.calls += 1
+        """Count a call."""
+        self._places[operator, layer] = place
+        self._sums[operator, layer]["calls"] += 1
 
     def spent(
         self,
@@ -335,21 +304,21 @@ class _Lane:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        elapsed_ns = ended_ns - started_ns
-        self._collector.spent(self._index, (operator, layer), stage, started_ns, elapsed_ns)
+        """Add to a stage."""
+        self._add((operator, layer), stage, started_ns, ended_ns - started_ns)
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
-        sums, site = self._collector.sums(operator, layer), (operator, layer)
+        """Add round trips, stage by stage."""
+        site, sums = (operator, layer), self._sums[operator, layer]
         for exchange in exchanges:
-            sums.rpcs += 1
-            sums.bytes_sent += exchange.bytes_sent
-            sums.bytes_received += exchange.bytes_received
-            began_ns = exchange.sent_ns - exchange.encode_ns
+            sums["rpcs"] += 1
+            sums["bytes_sent"] += exchange.bytes_sent
+            sums["bytes_received"] += exchange.bytes_received
+            self._add(site, "encode", exchange.sent_ns - exchange.encode_ns, exchange.encode_ns)
             received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._collector.spent(self._index, site, "encode", began_ns, exchange.encode_ns)
-            self._collector.spent(self._index, site, "decode", received_ns, exchange.decode_ns)
+            self._add(site, "decode", received_ns, exchange.decode_ns)
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
@@ -367,5 +336,11 @@ class _Lane:
             ("gpu", gpu_ns),
             ("wire", half_ns),
         ):
-            self._collector.spent(self._index, site, stage, start_ns, spent_ns)
+            self._add(site, stage, start_ns, spent_ns)
             start_ns += spent_ns
+
+    def _add(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
+        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
+        self._sums[site][f"{stage}_us"] += elapsed_ns
+        if self._keep_spans and elapsed_ns > 0:
+            self._pieces.append((self._lane, site, stage, started_ns, elapsed_ns))

@@ -34,8 +34,8 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
+from tsqp.lab.bench.job import pad_layouts, pad_phases
 from tsqp.lab.bench.model import Document
-from tsqp.lab.bench.prepare import pad_layouts, pad_phases
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_masks import RotationMask
 from tsqp.run.process import bytes_for_people

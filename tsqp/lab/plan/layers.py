@@ -94,7 +94,7 @@ def measure(job: LayerJob) -> Costs:
         prefill, decode = layers.prefill(), layers.decode()
         pads: PadMaking | None = None
         if job.bank:
-            pads = pad_making(job.model, layers.policy, job.bank.with_name("timed"))
+            pads = pad_making(job.model, layers.policy, job.bank.parent)
         return Costs(prefill, decode, pads)
 
 

@@ -23,7 +23,14 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.memory import check_disk, check_memory, tee_parts
+from tsqp.lab.bench.job import (
+    check_disk,
+    check_memory,
+    needs_linear,
+    pad_layouts,
+    pad_phases,
+    tee_parts,
+)
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import describe_machine, in_fresh_process
@@ -133,14 +140,14 @@ class Planning:
                     itemsize=self._itemsize,
                     step_tokens=settings.step_tokens,
                 )
-                made = prepare.required_bytes(few, linear=prepare.needs_linear(alike, few))
+                made = prepare.required_bytes(few, linear=needs_linear(alike, few))
                 made += prepare.required_bytes(few, linear=False) if alike.verified else 0
                 made += prepare.bank_bytes(few, alike, self._pads(alike) + prepare.TIMED_PADS)
                 needed = max(needed, made)
         check_disk(needed)
 
     def _pads(self, policy: Policy) -> int:
-        settings, phases = self._settings, prepare.pad_phases(policy)
+        settings, phases = self._settings, pad_phases(policy)
         return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
 
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
@@ -241,7 +248,7 @@ class Planning:
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
-        linear = prepare.needs_linear(alike, config)
+        linear = needs_linear(alike, config)
         model = prepare.random_model(folder / "model", shape, linear=linear)
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
@@ -332,7 +339,7 @@ def _alike(
 
 def _pad_operations(policy: Policy, config: ModelConfig) -> int:
     """Return the int8 multiplications and additions behind one token's pads."""
-    return sum(map(product_operations, prepare.pad_layouts(policy, config).values()))
+    return sum(map(product_operations, pad_layouts(policy, config).values()))
 
 
 def _with_kinds(steps: Sequence[Step]) -> Step:
