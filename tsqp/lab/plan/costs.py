@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from gpu_side.devices import DeviceProfile
 from gpu_side.tasks import Task
-from protocol.errors import PolicyError
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Measuring
 from tsqp.lab.bench.model import Document, PadMaking
@@ -144,38 +142,6 @@ class PlanSettings(Measuring):
     batch: int = 1
     machine: Machine | None = None
     tensor_parallel: int = 1
-
-
-@dataclass(frozen=True)
-class LayerJob:
-    """Measure a policy as it is in one layer, on a model of which all layers are alike."""
-
-    settings: PlanSettings
-    model: Path
-    policy: str
-    layer: int
-    endpoints: tuple[str, ...]
-    bank: Path | None
-    threads: int
-
-
-def as_in_layer(policy: Policy, layer: int) -> Policy:
-    """Return a policy that does in every layer what `policy` does in one. Raises PolicyError."""
-    operators = {
-        operator: tuple(
-            placement.model_copy(update={"layers": None})
-            for placement in placements
-            if placement.layers is None or layer in placement.layers
-        )
-        for operator, placements in policy.operators.items()
-    }
-    PolicyError.unless(
-        all(operators.values()),
-        f"policy {policy.name}",
-        f"nothing for layer {layer}",
-        "placements",
-    )
-    return policy.model_copy(update={"operators": operators})
 
 
 class PartCost(Document):

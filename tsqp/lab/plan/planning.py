@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_side.served_model import check_columns
-from protocol.errors import SettingsError
+from protocol.errors import PolicyError, SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
@@ -29,13 +29,11 @@ from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
-    LayerJob,
     PlanReport,
     PlanSettings,
     PolicyPlan,
     Several,
     Step,
-    as_in_layer,
 )
 from tsqp.lab.plan.fit import Instead, kernel_rates
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
@@ -145,7 +143,7 @@ class Planning:
 
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
         """Return a few layers like one of the whole model's: what places them, and their shape."""
-        config, policy = self._config, as_in_layer(policy, layer)
+        config, policy = self._config, _as_in_layer(policy, layer)
         count = LAYERS
         kept = sum(
             math.prod(config.row_layout(operator)[1])
@@ -216,7 +214,7 @@ class Planning:
         pads: PadMaking | None = None
         for layer in different:
             with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
-                found = self._measure(Path(folder), name, policy, layer)
+                found = self._measure(Path(folder), policy, layer)
             measured.append(found)
             if found.pads is not None and pads is None:
                 # Of the whole model, at the rate of some layers' products.
@@ -236,7 +234,7 @@ class Planning:
             pads=pads,
         )
 
-    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Costs:
+    def _measure(self, folder: Path, policy: Policy, layer: int) -> Costs:
         settings = self._settings
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
@@ -252,17 +250,16 @@ class Planning:
         self._say(f"{policy.name}: measuring them")
         with ExitStack() as running:
             services = prepare.start_services(running, policy, model, folder, settings)
-            job = LayerJob(
-                # Policies are read again there.
+            return in_fresh_process(
+                measure,
                 replace(settings, policies=()),
+                alike,
                 model,
-                name,
-                layer,
-                endpoints=tuple(endpoint for _, endpoint in services),
-                bank=bank,
-                threads=self._threads,
+                [endpoint for _, endpoint in services],
+                bank,
+                self._threads,
+                where=f"policy {policy.name}",
             )
-            return in_fresh_process(measure, job, where=f"policy {policy.name}")
 
     def _assumptions(self, policy: Policy, costs: Costs) -> Iterator[str]:
         settings = self._settings
@@ -295,6 +292,25 @@ class Planning:
             yield "pads are made ahead; making them is counted in the sustained rate only"
         if settings.micro_batches > 1 and settings.batch < 2 * MIN_MICRO_BATCH_ROWS:
             yield f"{settings.batch} sequences are too few to decode in micro-batches"
+
+
+def _as_in_layer(policy: Policy, layer: int) -> Policy:
+    """Return a policy that does in every layer what `policy` does in one. Raises PolicyError."""
+    operators = {
+        operator: tuple(
+            placement.model_copy(update={"layers": None})
+            for placement in placements
+            if placement.layers is None or layer in placement.layers
+        )
+        for operator, placements in policy.operators.items()
+    }
+    PolicyError.unless(
+        all(operators.values()),
+        f"policy {policy.name}",
+        f"nothing for layer {layer}",
+        "placements",
+    )
+    return policy.model_copy(update={"operators": operators})
 
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:

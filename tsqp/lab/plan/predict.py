@@ -8,7 +8,7 @@ A step is played through: one thread of the TEE that gives each lane its turn as
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -265,16 +265,6 @@ def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
 
 
 @dataclass(slots=True)
-class _Line:
-    """One service with its accelerator and its link: when each is free, in microseconds."""
-
-    up: float = 0.0
-    service: float = 0.0
-    gpu: float = 0.0
-    down: float = 0.0
-
-
-@dataclass(slots=True)
 class _Turns:
     turns: deque[Turn]
     ready_us: float = 0.0
@@ -287,10 +277,9 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
 
     The link is laid over the transport: of both, the longer one counts.
     """
-    lines: dict[int, _Line] = {}
+    # When each service, its accelerator and both ways of its link are free, in microseconds.
+    up, service, gpu, down = (defaultdict[int, float](float) for _ in range(4))
     waiting = deque(_Turns(deque(turns)) for turns in lanes)
-    if not waiting:
-        return 0.0
     last = waiting.popleft()
     running = deque([last])
     # Requests under way at the same time keep a service busy beyond their own computing.
@@ -303,16 +292,16 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
         now += turn.work_us
         lane.ready_us = lane.receive_us = 0.0
         for trip in turn.trips:
-            line = lines.setdefault(trip.service, _Line())
+            at = trip.service
             now += trip.send_us
             # What the transport takes longer than the link, half of it each way.
             more = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
-            line.up = max(line.up, now) + trip.up_us
-            read = max(line.service, line.up + (latency_us + more) / 2) + trip.service_us
-            line.service = read + more * handling
-            line.gpu = max(line.gpu, read) + trip.gpu_us
-            line.down = max(line.down, line.gpu) + trip.down_us
-            lane.ready_us = max(lane.ready_us, line.down + (latency_us + more) / 2)
+            up[at] = max(up[at], now) + trip.up_us
+            read = max(service[at], up[at] + (latency_us + more) / 2) + trip.service_us
+            service[at] = read + more * handling
+            gpu[at] = max(gpu[at], read) + trip.gpu_us
+            down[at] = max(down[at], gpu[at]) + trip.down_us
+            lane.ready_us = max(lane.ready_us, down[at] + (latency_us + more) / 2)
             lane.receive_us += trip.receive_us
         if lane.turns:
             running.append(lane)
