@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -39,9 +39,8 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators, load_tee_model
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.words import Phase
 from tsqp.lab.bench.model import OperatorCost
-from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.prepare import pad_making, pad_phases
 from tsqp.lab.bench.worker import Collector, random_prompts
 from tsqp.lab.measure import rounds
 from tsqp.lab.plan.costs import (
@@ -74,12 +73,12 @@ _TRIMMED = 0.1
 DECODED = _DECODE_STEPS + _WARM_UP + 2
 
 
-def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) -> int:
-    """Return how many pads a run uses up at most, where these phases need any."""
-    needed = 0
+def pads_needed(policy: Policy, settings: PlanSettings) -> int:
+    """Return how many pads a run uses up at most, where the policy needs any."""
+    phases, batch, needed = pad_phases(policy), settings.batch, 0
     if "prefill" in phases:
         # With all lanes and with one, each with a first run that is not counted, and observed.
-        needed += 2 * (_PROMPTS + 2) * prompt_tokens + 3 * batch
+        needed += 2 * (_PROMPTS + 2) * settings.prompt_tokens + 3 * batch
     if "decode" in phases:
         needed += 3 * batch * DECODED
     return needed + 64
