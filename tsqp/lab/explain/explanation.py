@@ -149,9 +149,15 @@ def explain(
         fits = 1 <= tokens <= limit
         SettingsError.unless(fits, name, str(tokens), f"1 to {limit}, the model's context")
     chosen = dtype or config.dtype
-    measured = StepTraffic(policy, config, torch_dtype(chosen), headers or Headers())
-    measured.decode(context)
-    measured.prefill(prompt_tokens, step_tokens)
+    measured = StepTraffic(
+        policy,
+        config,
+        torch_dtype(chosen),
+        headers or Headers(),
+        context=context,
+        prompt_tokens=prompt_tokens,
+        step_tokens=step_tokens,
+    )
     return Explanation(
         model=str(directory),
         architecture=config.architecture,
@@ -239,7 +245,7 @@ def _row(
         phase=phase,
         place=placement.place,
         sees=_sees(policy, operator, mask) if leaves else None,
-        mask=_named(mask) if mask else None,
+        mask=_with_options(mask.name, mask.model_dump(mode="json")) if mask else None,
         verify=placement.verify,
         window=placement.window,
         decode=costs.get("decode"),
@@ -252,13 +258,10 @@ def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
     if mask is not None:
         # One mask with two sets of options: the name would not say which.
         alone = sum(other.name == mask.name for other in policy.masks) == 1
-        return f"{what} under {mask.name if alone else _named(mask)}"
+        options = {} if alone else mask.model_dump(mode="json")
+        return f"{what} under {_with_options(mask.name, options)}"
     whole = policy.arithmetic == "int8" and is_linear(operator)
     return f"{what} in the clear" + (", as integers" if whole else "")
-
-
-def _named(mask: Mask) -> str:
-    return _with_options(mask.name, mask.model_dump(mode="json"))
 
 
 def _noise(mask: Mask, config: ModelConfig) -> str | None:
@@ -351,24 +354,32 @@ def _placement(row: OperatorRow) -> tuple[str, ...]:
 
 
 def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
-    total = found.decode if phase == "decode" else found.prefill
+    total: Cost = getattr(found, phase)
     if total.rpcs == 0:
         return f"{title}: nothing is sent\n"
     columns = [("operator", False), ("layers", False), ("sent in each layer", False)]
     columns += [("RPCs", True), ("bytes up", True), ("bytes down", True)]
-    rows: list[tuple[str, ...]] = []
-    for row in found.operators:
-        measured = row.decode if phase == "decode" else row.prefill
-        if measured is None:
-            continue
-        sent = _tensors(measured.messages)
-        rows.append((row.operator, row.layers or "-", sent, *_numbers(measured.cost)))
-    rows.append(("total", "", "", *_numbers(total)))
-    return table(title, columns, rows)
-
-
-def _numbers(cost: Cost) -> tuple[str, str, str]:
-    return f"{cost.rpcs:,}", f"{cost.bytes_sent:,}", f"{cost.bytes_received:,}"
+    rows = [
+        (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
+        for row in found.operators
+        if (measured := getattr(row, phase)) is not None
+    ]
+    rows.append(("total", "", "", total))
+    return table(
+        title,
+        columns,
+        [
+            (
+                operator,
+                layers,
+                sent,
+                f"{cost.rpcs:,}",
+                f"{cost.bytes_sent:,}",
+                f"{cost.bytes_received:,}",
+            )
+            for operator, layers, sent, cost in rows
+        ],
+    )
 
 
 def _tensors(messages: tuple[Crossing, ...]) -> str:
