@@ -42,7 +42,6 @@ from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 if TYPE_CHECKING:
     import torch
 
-J = TypeVar("J")
 R = TypeVar("R")
 Tell: TypeAlias = Callable[[Any], None]
 
@@ -196,7 +195,7 @@ def in_fresh_process(function: Callable[..., R], *arguments: Any, where: str = "
         return found
 
 
-def run_job(where: str, measure: Callable[[J], Iterator[Any]], job: J) -> Iterator[Any]:
+def run_job(where: str, measure: Callable[[R], Iterator[Any]], job: R) -> Iterator[Any]:
     """Have a process of its own measure a job, and yield what it finds as it comes.
 
     `where`: names the work in errors. Raises ProcessError if it fails.
@@ -266,7 +265,7 @@ def _called(where: str, work: bytes) -> Any:
         raise passed_on(error, where) from None
 
 
-def _measured(measure: Callable[[J], Iterator[Any]], job: J) -> None:
+def _measured(measure: Callable[[R], Iterator[Any]], job: R) -> None:
     """Measure a job, and tell of the end, behind all else."""
     try:
         for found in measure(job):

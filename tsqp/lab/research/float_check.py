@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from protocol.messages import (
     ModuleName,
     part_of,
 )
-from protocol.model.checkpoint import module_name
+from protocol.model.checkpoint import lm_head_name, module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import tensors_of
 from tee_side.protect.verification import Blocks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
 
@@ -340,7 +342,7 @@ def product_holds(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FloatSecrets:
-    """What the linear operators that a policy verifies are checked with; see `Checks`."""
+    """What linear operators, or the LM head, are checked with; see `Checks`."""
 
     weights: Weights
     vectors: Mapping[Site, FloatCheck] = field(repr=False)
@@ -361,19 +363,22 @@ class FloatSecrets:
         return FloatProductCheck(
             self.vectors[site],
             Tolerance.of(self.weights.dtype, mask),
-            lambda modules, part: _weights_of(self.weights, site[0], modules, part),
+            partial(_weights_of, self.weights, site),
             isinstance(mask, FeatureMask),
         )
 
 
 def _weights_of(
-    weights: Weights, layer: int, modules: Sequence[ModuleName], part: Columns
+    weights: Weights, site: Site, modules: Sequence[ModuleName], part: Columns
 ) -> Blocks:
-    """Yield a part of the weights of each module, side by side [n, I], as a service holds them."""
-    start = 0
-    for module in modules:
-        shape = weights.config.module_shape(module)
-        name = f"{module_name(weights.config, layer, module)}.weight"
-        for columns, block in rows_of_part(weights.checkpoint, name, shape, part, start):
+    """Yield a part of the weights of each module, side by side [n, I], as a service holds them.
+
+    `modules`: of the site's operator; none for the LM head.
+    """
+    config, start = weights.config, 0
+    names = [f"{module_name(config, site[0], module)}.weight" for module in modules]
+    shapes = tensors_of([site], config)
+    for name in names or [lm_head_name(config)]:
+        for columns, block in rows_of_part(weights.checkpoint, name, shapes[name], part, start):
             yield columns, block.to(weights.dtype)
-        start += shape[0]
+        start += shapes[name][0]
