@@ -25,14 +25,17 @@ from tsqp.lab.plan import planning
 from tsqp.lab.plan.costs import (
     PARTS,
     Costs,
+    Machine,
     PlanReport,
     PlanSettings,
     Rpc,
     Section,
     Step,
     Stretch,
+    Transport,
+    fit_transports,
+    read_machine,
 )
-from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Turn, play, predict
 from tsqp.link import Link
 

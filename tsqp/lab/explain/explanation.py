@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
 from tee_side.policy.leakage_summary import SEEN
-from tee_side.policy.placement import AttentionWindow, Placement, Policy
+from tee_side.policy.placement import AttentionWindow, Policy
 from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_files import MAX_GROUP, slot_bytes
 from tee_side.words import (
@@ -202,30 +203,23 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
         for one in segments if operator == "qkv_proj" else ():
             yield _row(policy, "segment", range(one.first, one.last + 1), None, measured)
         count = 1 if operator in LAYERLESS else layers
-        for found in _ranges(policy, operator, count, within):
-            if operator not in LAYERLESS and found.start in within:
+        # Runs of layers with the same placements in both phases, all within segments or none.
+        ways = partial(_ways, policy, operator, within)
+        for (is_within, *each), alike in groupby(range(count), key=ways):
+            if is_within and operator not in LAYERLESS:
                 continue
-            ways = {_way(policy.at(operator, found.start, phase)) for phase in PHASES}
-            for phase in PHASES if len(ways) > 1 else (None,):
+            first, *others = alike
+            found = range(first, (others or [first])[-1] + 1)
+            for phase in PHASES if len(set(each)) > 1 else (None,):
                 yield _row(policy, operator, found, phase, measured)
 
 
-def _ranges(
-    policy: Policy, operator: Operator, count: int, within: Container[int]
-) -> Iterator[range]:
-    """Yield runs of layers with the same placements in both phases, all within segments or none."""
-
-    def placed(layer: int) -> object:
-        return layer in within, *(_way(policy.at(operator, layer, phase)) for phase in PHASES)
-
-    for _, alike in groupby(range(count), key=placed):
-        first, *others = alike
-        yield range(first, (others or [first])[-1] + 1)
-
-
-def _way(placement: Placement) -> tuple[Place, Mask | None, Verify]:
-    """Return what makes a row of its own."""
-    return placement.place, placement.mask, placement.verify
+def _ways(
+    policy: Policy, operator: Operator, within: Container[int], layer: int
+) -> tuple[object, ...]:
+    """Return what makes a row of its own: whether a layer is `within`, and each phase's way."""
+    placed = (policy.at(operator, layer, phase) for phase in PHASES)
+    return layer in within, *((one.place, one.mask, one.verify) for one in placed)
 
 
 def _row(

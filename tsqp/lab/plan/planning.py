@@ -32,14 +32,15 @@ from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
     Crossover,
+    Instead,
     PlanReport,
     PlanSettings,
     PolicyPlan,
     Prediction,
     Several,
     Step,
+    kernel_rates,
 )
-from tsqp.lab.plan.fit import Instead, kernel_rates
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
 from tsqp.run.process import bytes_for_people

@@ -21,6 +21,7 @@ from tsqp.lab.plan.costs import (
     PARTS,
     Costs,
     Crossover,
+    Instead,
     LaneCost,
     PartCost,
     PartName,
@@ -29,7 +30,6 @@ from tsqp.lab.plan.costs import (
     Section,
     Step,
 )
-from tsqp.lab.plan.fit import Instead
 from tsqp.link import Link
 
 # A request's way to the other ranks: one message over gloo, and the rate of all of them together.
