@@ -351,9 +351,11 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
     total: Cost = getattr(found, phase)
     if total.rpcs == 0:
         return f"{title}: nothing is sent\n"
-    columns = [("operator", False), ("layers", False), ("sent in each layer", False)]
-    columns += [("RPCs", True), ("bytes up", True), ("bytes down", True)]
-    rows = [
+    columns = [
+        *((name, False) for name in ("operator", "layers", "sent in each layer")),
+        *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
+    ]
+    rows: list[tuple[str, str, str, Cost]] = [
         (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
         for row in found.operators
         if (measured := getattr(row, phase)) is not None
@@ -382,7 +384,7 @@ def _tensors(messages: tuple[Crossing, ...]) -> str:
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
-def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
+def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
     needs = found.needs
     services = {0: "none", 1: "1 gpu-service"}.get(
         needs.services, f"{needs.services} gpu-services that do not collude"
@@ -391,11 +393,11 @@ def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
         services += ", with --arithmetic int8 or both"
     if needs.services and needs.attested != "none":
         services += f", by {needs.attested} evidence (gpu-service --attest, --service-appraisal)"
-    pairs = [("services", services)]
+    yield "services", services
     if needs.calibration:
-        pairs.append(("calibration", "calibration.safetensors, by tsqp calibrate MODEL"))
+        yield "calibration", "calibration.safetensors, by tsqp calibrate MODEL"
     if needs.key:
-        pairs.append(("key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"))
+        yield "key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"
     for pads in needs.pads:
         text = (
             f"one a token of {' and '.join(pads.phases)}, at {pads.sites} sites:"
@@ -405,9 +407,8 @@ def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
             text += f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make --policy {given})"
         if (share := pads.left_to_decode) is not None:
             text += f"; prompts only while {share:.0%} of those kept ready are left"
-        pairs.append(("pads", text))
-    pairs.append(("results", _results(found)))
-    return pairs
+        yield "pads", text
+    yield "results", _results(found)
 
 
 def _results(found: Explanation) -> str:

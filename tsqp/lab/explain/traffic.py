@@ -130,6 +130,9 @@ class AtOnce(Channel):
         """See `Channel.abandon`."""
         self._replies.pop(request_id, None)
 
+    def close(self) -> None:
+        """See `Channel.close`."""
+
 
 class _Recorder(AtOnce):
     """Answers every request with zeros of the right shape, and keeps both."""

@@ -438,8 +438,7 @@ def _held_back(found: Prediction) -> str:
 
 
 def _parts(title: str, found: Prediction) -> Table:
-    columns = [("part", False), ("ms", True), ("share", True), ("without it, ms", True)]
-    columns += [("times as fast", True)]
+    numbers = ("ms", "share", "without it, ms", "times as fast")
     rows = [
         (
             part.name + (" (bottleneck)" if part.name == found.bottleneck else ""),
@@ -455,7 +454,9 @@ def _parts(title: str, found: Prediction) -> Table:
         f"{_ms(found.total_us)} ms, {found.rpcs} RPCs, {found.bytes_sent:,} bytes up,"
         f" {found.bytes_received:,} down"
     )
-    return table(f"{title}: {traffic}", columns, rows)
+    return table(
+        f"{title}: {traffic}", [("part", False), *((name, True) for name in numbers)], rows
+    )
 
 
 def _ms(us: float) -> str:

@@ -39,6 +39,7 @@ from tee_side.protect.verification import Blocks, Claim, InTime, Weights, rows_o
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8
+_lengths = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 # Elements of a block of rows in float64: 4 MB, which stay in a cache.
 _BLOCK_ELEMENTS = 2**19
 # Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
@@ -207,11 +208,6 @@ def _blocks(rows: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def _lengths(x_UI: torch.Tensor) -> torch.Tensor:
-    lengths: torch.Tensor = torch.linalg.vector_norm(x_UI, dim=-1, dtype=torch.float64)
-    return lengths
-
-
 def root_mean_square(x: torch.Tensor) -> torch.Tensor:
     """Return the root of the mean square over the last axis."""
     root: torch.Tensor = x.square().mean(-1).sqrt()
@@ -303,16 +299,12 @@ class ProductCheck:
                 raise LookupError(f"an answer to {request.method} of an attention product")
             a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
             right = (
-                within_tolerance(a, in_time(_whole(b.t()), len(a)), y, near)
+                within_tolerance(a, in_time(iter([(slice(0, b.shape[1]), b.t())]), len(a)), y, near)
                 for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
             )
             if not all(right):
                 wrong.append(index)
         return wrong
-
-
-def _whole(weight_OI: torch.Tensor) -> Blocks:
-    yield slice(0, len(weight_OI)), weight_OI
 
 
 def product_holds(

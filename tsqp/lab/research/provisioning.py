@@ -120,7 +120,21 @@ def provision(
         )
         marker = Provision(mask=checked.name, provision_id=key.provision_id, holds=holds)
         write_provision(draft, marker)
-        _publish(draft, server_dir, key, key_path)
+        # The key first, because a directory without its key is worthless and does not look so: an
+        # operator would copy it to the server, where nothing can undo the mask. A key without its
+        # directory, after a crash between the two, is a small file that fits nothing.
+        key.save(key_path)
+        try:
+            draft.rename(server_dir)
+        except BaseException as error:
+            key_path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise ModelError(
+                    str(server_dir),
+                    got=error.strerror or type(error).__name__,
+                    expected="a new or an empty directory",
+                ) from None
+            raise
     finally:
         # Not there any more where all went well.
         shutil.rmtree(draft, ignore_errors=True)
@@ -221,27 +235,6 @@ def _write_weights(shards: list[Shard], directory: Path, progress: Progress | No
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
-
-
-def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
-    """Write the key, then let the directory appear under its name, in one step.
-
-    In this order because a directory without its key is worthless and does not look so: an operator
-    would copy it to the server, where nothing can undo the mask. A key without its
-    directory, after a crash between the two, is a small file that fits nothing.
-    """
-    key.save(key_path)
-    try:
-        draft.rename(server_dir)
-    except BaseException as error:
-        key_path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ModelError(
-                str(server_dir),
-                got=error.strerror or type(error).__name__,
-                expected="a new or an empty directory",
-            ) from None
-        raise
 
 
 # ------------------------------------------------------------------------------------- conversion
