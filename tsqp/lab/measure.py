@@ -123,23 +123,22 @@ def cpu_ns(pid: int | str = "self") -> int:
     except OSError:
         raise ProcessError(f"process {pid}", got="its end", expected="it to run") from None
     for task in tasks:
-        try:
+        with suppress(OSError):  # a thread that has ended meanwhile
             total += int((task / "schedstat").read_text(encoding="ascii").split()[0])
-        except OSError:
-            continue  # a thread that has ended meanwhile
     return total
 
 
 # ---------------------------------------------------------------------------------- processes
 
 # Of a process that `processes` has started: what tells the one that it belongs to.
-_telling: list[Tell] = []
+_telling: list[tuple[Connection, Lock]] = []
 
 
 def tell(what: Any) -> None:
     """Tell the process that this one works for. Raises ValueError where there is none."""
-    (telling,) = _telling
-    telling(what)
+    ((writer, lock),) = _telling
+    with lock:
+        writer.send(what)
 
 
 @contextmanager
@@ -243,12 +242,7 @@ def _begin(parent: int, files: list[Path], writer: Connection, lock: Lock, work:
     sys.stdout = sys.stderr
     for path in files:
         load_module(path)
-
-    def telling(what: Any) -> None:
-        with lock:
-            writer.send(what)
-
-    _telling.append(telling)
+    _telling.append((writer, lock))
     begin, given = pickle.loads(work)  # noqa: S301 - from our parent
     if begin is not None:
         begin(*given)

@@ -275,19 +275,6 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:
-    pads = []
-    for mask, layout in pad_layouts(policy, config).items():
-        on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
-        pads.append(
-            PadsNeeded(
-                mask=mask.name,
-                phases=pad_phases(policy, mask),
-                sites=len(layout.sites),
-                memory_bytes=layout.token_bytes,
-                bank_bytes=on_disk,
-                left_to_decode=policy.left_to_decode,
-            )
-        )
     feature = policy.feature_mask
     return Needs(
         services=policy.services,
@@ -295,7 +282,21 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
         arithmetic=policy.served_arithmetic,
         calibration=policy.arithmetic == "int8",
         key=feature.name if feature else None,
-        pads=tuple(pads),
+        pads=tuple(
+            PadsNeeded(
+                mask=mask.name,
+                phases=pad_phases(policy, mask),
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=(
+                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
+                    if mask.arithmetic == "int8"
+                    else None
+                ),
+                left_to_decode=policy.left_to_decode,
+            )
+            for mask, layout in pad_layouts(policy, config).items()
+        ),
     )
 
 

@@ -234,10 +234,9 @@ class _Layers:
     def _observed(self) -> tuple[Lanes, Collector]:
         """Return operators with an observer, whose events are not noted."""
         collector = Collector()
-        lanes = self._assembly.lanes(
+        return self._assembly.lanes(
             lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
-        )
-        return lanes, collector
+        ), collector
 
 
 def _step(

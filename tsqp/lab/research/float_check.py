@@ -285,11 +285,21 @@ class ProductCheck:
     def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
         self._tolerance, self._randomness = tolerance, randomness
 
-    def holds(
-        self, x: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, sent: Sequence[Any]
-    ) -> bool:
-        """Say whether y is the product of both operands."""
-        return product_holds(*x, y, self._tolerance, self._randomness)
+    def holds(self, x: Sequence[torch.Tensor], y: torch.Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether y [B, M, N] is the product of both operands, floats, as `FloatCheck` does.
+
+        The vectors are fresh in every call, as no operand stays. That reads all of b: where a has
+        fewer rows than there are vectors, multiplying would have been as cheap. Raises
+        ActivationRangeError.
+        """
+        _, J, N = x[1].shape
+        s_Nk = self._randomness.normal(N, FLOAT_VECTORS)
+        a64_BMJ, b64_BJN = (operand.double() for operand in x)
+        expected_BMk = a64_BMJ @ (b64_BJN @ s_Nk)
+        gain_B1 = b64_BJN.square().sum((1, 2)).div(J).sqrt()[:, None]
+        size_BM = root_mean_square(expected_BMk) + gain_B1 * a64_BMJ.norm(dim=-1)
+        error_BM = root_mean_square(y.double() @ s_Nk - expected_BMk)
+        return self._tolerance.allows(error_BM, size_BM, N)
 
     def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
@@ -305,28 +315,6 @@ class ProductCheck:
             if not all(right):
                 wrong.append(index)
         return wrong
-
-
-def product_holds(
-    a_BMJ: torch.Tensor,
-    b_BJN: torch.Tensor,
-    y_BMN: torch.Tensor,
-    tolerance: Tolerance,
-    randomness: Randomness,
-) -> bool:
-    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
-
-    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
-    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
-    """
-    _, J, N = b_BJN.shape
-    s_Nk = randomness.normal(N, FLOAT_VECTORS)
-    a64, b64 = a_BMJ.double(), b_BJN.double()
-    expected_BMk = a64 @ (b64 @ s_Nk)
-    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
-    size_BM = root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
-    error_BM = root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
-    return tolerance.allows(error_BM, size_BM, N)
 
 
 # ------------------------------------------------------------------------- weights of linear sites
