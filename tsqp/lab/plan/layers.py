@@ -312,7 +312,6 @@ class Tracer:
             return sections[next(reversed(sections))]
 
         owner: int | None = None
-        lane = 0
         for came_by, start_ns, noted_ns, what in self._events:
             lane = came_by if owner is None else owner
             section, gap_us = current(lane), (start_ns - resumed_ns) * _US
@@ -336,7 +335,8 @@ class Tracer:
                 under_way[owner] -= 1
             else:
                 found[owner]["tail" if what is None else what] = Section()
-        current(lane if owner is None else owner).after_us += (end_ns - resumed_ns) * _US
+        # What it asked for last has been answered by then, if it asked at all.
+        current(owner or 0).after_us += (end_ns - resumed_ns) * _US
         return [sections for _, sections in sorted(found.items())]
 
     def lane(

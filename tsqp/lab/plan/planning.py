@@ -122,7 +122,6 @@ class Planning:
         )
         needed = 0
         for name, policy in settings.policies:
-            policy.check(config.num_hidden_layers)
             SettingsError.unless(
                 not policy.segments(config.num_hidden_layers),
                 f"policy {policy.name}",
@@ -345,19 +344,19 @@ class Planning:
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
     """Return for each layer the first one that is like it: placements and attention window."""
-    first: dict[object, int] = {}
-    kinds = []
     policy.check(config.num_hidden_layers)
-    for layer in range(config.num_hidden_layers):
+
+    def key(layer: int) -> object:
         placements = [
             policy.at(operator, layer, phase).model_copy(update={"layers": None})
             for operator in OPERATORS
             if operator not in LAYERLESS
             for phase in PHASES
         ]
-        key = (repr(placements), config.sliding_windows[layer])
-        kinds.append(first.setdefault(key, layer))
-    return kinds
+        return repr(placements), config.sliding_windows[layer]
+
+    keys = list(map(key, range(config.num_hidden_layers)))
+    return list(map(keys.index, keys))
 
 
 def _with_kinds(steps: Sequence[Step]) -> Step:

@@ -11,7 +11,7 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -141,11 +141,11 @@ class FloatCheck:
         O, I = weight_OI.shape  # noqa: E741
         s_Ok = randomness.normal(O, FLOAT_VECTORS)
         product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
-        squares = 0.0
-        for rows in _blocks(O, I):
-            block = weight_OI[rows].double()
-            product_Ik.addmm_(block.t(), s_Ok[rows])
-            squares += float(block.square().sum())
+        squares, size = 0.0, max(1, _BLOCK_ELEMENTS // I)
+        for s_nk, weight_nI in zip(s_Ok.split(size), weight_OI.split(size), strict=True):
+            block_nI = weight_nI.double()
+            product_Ik.addmm_(block_nI.t(), s_nk)
+            squares += float(block_nI.square().sum())
         return FloatCheck(
             math.sqrt(squares / I), s_Ok.t().contiguous(), product_Ik.t().contiguous()
         )
@@ -198,14 +198,9 @@ def within_tolerance(
 
 def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
     """Multiply in float64, without a copy of all rows in it."""
-    parts = [x_TI[rows].double() @ secret_kI.t() for rows in _blocks(*x_TI.shape)]
+    blocks = x_TI.split(max(1, _BLOCK_ELEMENTS // x_TI.shape[1]))
+    parts = [x_nI.double() @ secret_kI.t() for x_nI in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _blocks(rows: int, width: int) -> Iterator[slice]:
-    size = max(1, _BLOCK_ELEMENTS // width)
-    for start in range(0, max(rows, 1), size):
-        yield slice(start, min(start + size, rows))
 
 
 def root_mean_square(x: torch.Tensor) -> torch.Tensor:

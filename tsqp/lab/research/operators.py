@@ -18,7 +18,7 @@ from protocol.messages import EmbeddingRequest, FloatDtype, LMHeadRequest, Matmu
 from protocol.model.checkpoint import EMBEDDING, light_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Payloads, Preparable, PreparedRequest
+from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.model.local_ops import causal_mask
 from tee_side.model.operators import TeeLayer
@@ -174,12 +174,14 @@ def rows_call(
     @lru_cache(MAX_PREPARED)
     def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(short_name(sent), tuple(shape), b"")
-        message: Preparable = (
+        prepared = PreparedRequest(
             EmbeddingRequest(input_ids=wire, dtype=name)
             if looked_up
-            else LMHeadRequest(hidden_states=wire)
+            else LMHeadRequest(hidden_states=wire),
+            (shape[0], width),
+            name,
         )
-        return (PreparedRequest(message, (shape[0], width), name),)
+        return (prepared,)
 
     plan = CallPlan(
         operator=operator,
