@@ -252,8 +252,7 @@ class Picture:
 
 def check_installed(where: str) -> None:
     """Raise SettingsError if matplotlib is not there: before a run, not after it."""
-    extra = "the extra bench (pip install '.[bench]'), or no HTML report"
-    with needing(where, extra):
+    with needing(where, "the extra bench (pip install '.[bench]'), or no HTML report"):
         # The package alone would be found where half of it, or what it needs, is missing.
         import_module("matplotlib.figure")
 
@@ -361,8 +360,7 @@ def logarithmic(axis: Axes, sizes: Sequence[float]) -> None:
         # Powers of ten alone would leave such an axis without a number.
         axis.yaxis.set_major_locator(MaxNLocator(5))
         axis.yaxis.set_minor_locator(NullLocator())
-    plain = FuncFormatter(lambda number, _: figures(number))
     halves = FuncFormatter(lambda number, _: figures(number) if f"{number:e}"[0] in "25" else "")
-    axis.yaxis.set_major_formatter(plain)
+    axis.yaxis.set_major_formatter(lambda number, _: figures(number))
     axis.yaxis.set_minor_formatter(halves if high / low < 30 else NullFormatter())
     axis.grid(which="major")

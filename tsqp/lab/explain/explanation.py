@@ -44,7 +44,6 @@ from tsqp.tables import definitions, table
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
-_PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
 
 
 class OperatorRow(Document):
@@ -147,8 +146,9 @@ def explain(
     policy.check(config.num_hidden_layers)
     limit = min(config.context_length, MAX_TOKENS)
     for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
-        fits = 1 <= tokens <= limit
-        SettingsError.unless(fits, name, str(tokens), f"1 to {limit}, the model's context")
+        SettingsError.unless(
+            1 <= tokens <= limit, name, str(tokens), f"1 to {limit}, the model's context"
+        )
     chosen = dtype or config.dtype
     measured = StepTraffic(
         policy,
@@ -312,8 +312,10 @@ def show(found: Explanation, console: Console, model: str, policy: str) -> None:
     console.print(found.summary)
     console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
     console.print()
-    columns = [(name, False) for name in _PLACEMENT]
-    console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
+    names = ("operator", "layers", "phase", "where", "the GPU sees", "results")
+    console.print(
+        table("Placement", [(name, False) for name in names], map(_placement, found.operators))
+    )
     for mask in found.masks:
         verdict = "broken where the weights are public" if mask.broken else "not known to be broken"
         console.print(f"mask {_with_options(mask.name, mask.options)}: {verdict}")

@@ -196,8 +196,12 @@ class Machine(Document):
             str(cores),
             f"at most {len(self.int8_gops)}, as measured",
         )
-        known = f"of --machine: {', '.join(self.transports) or 'none'}"
-        SettingsError.unless(transport in self.transports, "--transport", transport, known)
+        SettingsError.unless(
+            transport in self.transports,
+            "--transport",
+            transport,
+            f"of --machine: {', '.join(self.transports) or 'none'}",
+        )
         (alone_gops, *_), (*_, gb_per_s) = here
         return Instead(
             alone=alone_gops / self.int8_gops[0],

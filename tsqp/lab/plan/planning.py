@@ -63,13 +63,11 @@ LAYERS = 3
 # Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
 _KEPT_BYTES = 256 * 2**20
 
-Say = Callable[[str], None]
-
 
 class Planning:
     """One plan. Raises SettingsError, PolicyError and ModelError before any work."""
 
-    def __init__(self, settings: PlanSettings, say: Say) -> None:
+    def __init__(self, settings: PlanSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._shape = shape_of(settings.model, settings.shape)

@@ -140,12 +140,14 @@ class FeatureKey(BaseModel):
 
         Linear weights are compared where the directory has them.
         """
-        linear = linear_digest(config, checkpoint)
-        pairs = [("model_digest", self.model_digest, model_digest(config, checkpoint))]
-        pairs += [("linear_digest", self.linear_digest, linear)] if linear is not None else []
-        for name, ours, theirs in pairs:
+        digests = {
+            "model_digest": model_digest(config, checkpoint),
+            "linear_digest": linear_digest(config, checkpoint),
+        }
+        for name, theirs in digests.items():
+            ours = getattr(self, name)
             FeatureKeyError.unless(
-                ours == theirs,
+                theirs is None or ours == theirs,
                 f"key: {name}",
                 ours,
                 f"{theirs}, of {checkpoint.directory}",

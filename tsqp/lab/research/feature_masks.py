@@ -373,9 +373,11 @@ class FeatureRotation(RotationMask, FeatureMask):
             # The gain, kept away from 0: rows are divided by it.
             gain_I = site.gain.float()
             largest = float(gain_I.abs().max())
-            expected = "one above 0, all finite"
             MaskError.unless(
-                1e-30 < largest < math.inf, "gain", f"values up to {largest}", expected
+                1e-30 < largest < math.inf,
+                "gain",
+                f"values up to {largest}",
+                "one above 0, all finite",
             )
             fold_I = gain_I.abs().clamp(min=_SMALLEST_GAIN * largest).copysign(gain_I)
         return _MappedSite(site, BlockRotation, self.block, fold_I, self.sigma)
