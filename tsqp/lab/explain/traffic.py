@@ -301,8 +301,7 @@ class StepTraffic:
     def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> list[_Captured]:
         """Call a segment in the clear: its masks change no size."""
         config, settings = self._config, self._settings(None)
-        everywhere = range(config.num_hidden_layers)
-        cache = KVCache(config, context, self._dtype, everywhere)
+        cache = KVCache(config, context, self._dtype, range(config.num_hidden_layers))
         cache.length = context - rows
         segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
         call = SegmentCall(segment, config, settings, Sessions(), None)

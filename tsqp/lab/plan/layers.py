@@ -199,8 +199,10 @@ class _Layers:
 
     def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
-        counted = rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
-        return [self._run_prompt(tokens, lanes) for _ in counted]
+        return [
+            self._run_prompt(tokens, lanes)
+            for _ in rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
+        ]
 
     def _started(self, batch: int, lanes: Lanes) -> Engine:
         """Return an engine of so many sequences that have had their prompts.

@@ -94,8 +94,7 @@ def crossover(hardware: Hardware, rpcs: Iterable[Rpc]) -> Crossover | None:
 
     None where no request multiplies by a weight.
     """
-    tasks = (rpc.asked for rpc in rpcs)
-    linear = [(one.work, one) for one in tasks if isinstance(one.work, LinearWork)]
+    linear = [(rpc.asked.work, rpc.asked) for rpc in rpcs if isinstance(rpc.asked.work, LinearWork)]
     if not linear:
         return None
     work, task = max(linear, key=lambda one: one[0].in_features * one[0].out_features)
@@ -134,19 +133,13 @@ class Turn:
         self.mask_us += masks_us * elsewhere
         self.tee_us += (work_us - weights_us - masks_us) * elsewhere
 
-    @property
-    def work_us(self) -> float:
-        """What keeps the TEE's thread busy before anything is sent."""
-        return self.weights_us + self.tee_us + self.mask_us + self.message_us
-
 
 def predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Prediction:
     """Predict steps of `costs` one after the other: of a prompt, or one decode step."""
     lanes = [[turns_of(lane, step.rows, costs, hardware) for lane in step.lanes] for step in steps]
 
     def total_us(without: PartName | None) -> float:
-        link = hardware.link
-        latency_us = 0.0 if without == "link latency" else link.rtt_us
+        latency_us = 0.0 if without == "link latency" else hardware.link.rtt_us
         return sum(
             play([[_without(turn, without) for turn in lane] for lane in step], latency_us)
             for step in lanes
@@ -289,7 +282,8 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
         lane = running.popleft()
         now = max(now, lane.ready_us) + lane.receive_us
         turn = lane.turns.popleft()
-        now += turn.work_us
+        # What keeps the TEE's thread busy before anything is sent.
+        now += turn.weights_us + turn.tee_us + turn.mask_us + turn.message_us
         lane.ready_us = lane.receive_us = 0.0
         for trip in turn.trips:
             at = trip.service

@@ -120,11 +120,10 @@ class FeatureKey(BaseModel):
                 ) from None
             first = next((fault for fault in faults if fault["loc"] == ("version",)), faults[0])
             field = ".".join(str(part) for part in first["loc"])
-            missing = first["type"] == "missing"
             # Never quoted: what stands in a wrong place may be the seed.
             raise FeatureKeyError(
                 f"{where}: {field}" if field else where,
-                got="nothing" if missing else describe_untrusted(first["input"]),
+                got="nothing" if first["type"] == "missing" else describe_untrusted(first["input"]),
                 expected=expectation(first["type"], first["msg"]),
             ) from None
         FeatureKeyError.unless(
