@@ -230,7 +230,7 @@ def _row(
     costs = {
         name: measured.phase_cost(name, operator, layers)
         for name in PHASES
-        if phase in (None, name) and measured.asks(name, operator, layers.start)
+        if phase in (None, name)
     }
     mask = placement.mask
     return OperatorRow(

@@ -198,15 +198,13 @@ class StepTraffic:
             end = min(start + step_tokens, prompt_tokens)
             self._step("prefill", rows=end - start, context=end, outputs=int(end == prompt_tokens))
 
-    def asks(self, phase: Phase, operator: Operator, layer: int) -> bool:
-        """Say whether an operator has a request of its own there."""
-        return (phase, operator, layer) in self._messages
-
-    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost:
-        """Return what an operator costs in some layers."""
+    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost | None:
+        """Return what an operator costs in some layers; None if it has no request of its own."""
+        messages = self._messages.get((phase, operator, layers.start))
+        if messages is None:
+            return None
         # Of a segment its first layer has it all.
         costs = [self._costs.get((phase, operator, layer), Cost()) for layer in layers]
-        messages = self._messages[phase, operator, layers.start]
         return PhaseCost(messages=messages, cost=sum(costs, start=Cost()))
 
     def total(self, phase: Phase) -> Cost:
