@@ -9,7 +9,7 @@ the plot of cost against leakage the cost of a larger shape.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from protocol.errors import SettingsError
@@ -18,7 +18,7 @@ from tsqp.lab.leak.laboratory import cost_in, read_recorded
 from tsqp.lab.leak.model import LeakReport
 from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
 from tsqp.lab.leak.tables import curve_grid, facts, summary_grid
-from tsqp.lab.report import markdown
+from tsqp.lab.report import Grid
 
 # Of the other section tokens are random, and there is nothing to see.
 PICTURES_OF = "demo"
@@ -82,11 +82,20 @@ def _measured(report: LeakReport) -> Iterator[str]:
     if not any(found.cost is not None for found in report.policies):
         grid = grid.select(grid.title, grid.columns[:-3], texts=grid.texts)
     rows = ((f"`{name}`", *cells) for name, *cells in (row.cells for row in grid.rows))
-    yield "\n" + markdown(grid.columns, rows, texts=grid.texts)
+    yield "\n" + _markdown(grid, rows)
     for made in report.curves:
         grid = curve_grid(made)
         yield f"\n`{made.policy}`, perplexity {made.plain_perplexity:.3g} without noise:\n"
-        yield markdown(grid.columns, (row.cells for row in grid.rows), texts=grid.texts)
+        yield _markdown(grid, (row.cells for row in grid.rows))
+
+
+def _markdown(grid: Grid, rows: Iterable[Sequence[str]]) -> str:
+    """Return the columns of a table with these rows in Markdown."""
+    rule = ["---" if place < grid.texts else "---:" for place in range(len(grid.columns))]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        for cells in (grid.columns, rule, *rows)
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -19,8 +19,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.words import PHASES
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.run import Bench
-from tsqp.lab.plan.costs import PlanSettings
-from tsqp.lab.plan.fit import Machine, fit_machine
+from tsqp.lab.plan.costs import Machine, PlanSettings, fit_machine
 from tsqp.lab.plan.planning import Planning
 from tsqp.link import Link
 

@@ -17,7 +17,7 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
 from tests.kit.masks import FEATURES, ROWS, Change, Trial, apply, key, supported
-from tsqp.lab.research.float_check import FloatCheck, Tolerance, product_holds
+from tsqp.lab.research.float_check import FloatCheck, ProductCheck, Tolerance
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*mask*.py"))
@@ -157,7 +157,7 @@ def _holds(case: Case, trial: Trial, result: torch.Tensor) -> bool:
     tolerance = Tolerance.of(trial.inputs[0].dtype, mask) if mask.arithmetic == "float" else None
     if case.operator in PRODUCTS:
         assert tolerance is not None
-        return product_holds(trial.inputs[0], trial.inputs[1], result, tolerance, randomness)
+        return ProductCheck(tolerance, randomness).holds(trial.inputs, result, [])
     assert trial.weight is not None
     (x_TI,) = trial.inputs
     if tolerance is None:

@@ -340,10 +340,8 @@ def plan(
     """
     from gpu_side.devices import find_profile, parse_device
     from tee_side.policy.placement import load_policy
-    from tsqp.lab.plan.costs import PlanSettings
-    from tsqp.lab.plan.figures import BEST_ALONE, show
-    from tsqp.lab.plan.fit import Machine, fit_machine, read_machine
-    from tsqp.lab.plan.planning import Planning
+    from tsqp.lab.plan.costs import Machine, PlanSettings, fit_machine, read_machine
+    from tsqp.lab.plan.planning import BEST_ALONE, Planning, show
 
     cores = tee_cores or len(os.sched_getaffinity(0))
     if fit is not None:

@@ -226,7 +226,10 @@ def leak(
 
     with tempfile.TemporaryDirectory(prefix="tsqp-leak-") as name, _progress() as watch:
         folder = Path(name)
-        laboratory = Laboratory(_settings(model, shape, folder, fail_above, options), folder, watch)
+        directory = None if model is None else model_directory(model)
+        command = shlex.join(["tsqp", *sys.argv[1:]])
+        settings = settings_of(command, directory, shape, folder, fail_above, options)
+        laboratory = Laboratory(settings, folder, watch)
         report = outputs.report_of(
             laboratory, lambda report: show(report, console, details=details)
         )

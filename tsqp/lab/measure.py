@@ -42,7 +42,6 @@ from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 if TYPE_CHECKING:
     import torch
 
-J = TypeVar("J")
 R = TypeVar("R")
 Tell: TypeAlias = Callable[[Any], None]
 
@@ -124,23 +123,22 @@ def cpu_ns(pid: int | str = "self") -> int:
     except OSError:
         raise ProcessError(f"process {pid}", got="its end", expected="it to run") from None
     for task in tasks:
-        try:
+        with suppress(OSError):  # a thread that has ended meanwhile
             total += int((task / "schedstat").read_text(encoding="ascii").split()[0])
-        except OSError:
-            continue  # a thread that has ended meanwhile
     return total
 
 
 # ---------------------------------------------------------------------------------- processes
 
 # Of a process that `processes` has started: what tells the one that it belongs to.
-_telling: list[Tell] = []
+_telling: list[tuple[Connection, Lock]] = []
 
 
 def tell(what: Any) -> None:
     """Tell the process that this one works for. Raises ValueError where there is none."""
-    (telling,) = _telling
-    telling(what)
+    ((writer, lock),) = _telling
+    with lock:
+        writer.send(what)
 
 
 @contextmanager
@@ -196,7 +194,7 @@ def in_fresh_process(function: Callable[..., R], *arguments: Any, where: str = "
         return found
 
 
-def run_job(where: str, measure: Callable[[J], Iterator[Any]], job: J) -> Iterator[Any]:
+def run_job(where: str, measure: Callable[[R], Iterator[Any]], job: R) -> Iterator[Any]:
     """Have a process of its own measure a job, and yield what it finds as it comes.
 
     `where`: names the work in errors. Raises ProcessError if it fails.
@@ -244,12 +242,7 @@ def _begin(parent: int, files: list[Path], writer: Connection, lock: Lock, work:
     sys.stdout = sys.stderr
     for path in files:
         load_module(path)
-
-    def telling(what: Any) -> None:
-        with lock:
-            writer.send(what)
-
-    _telling.append(telling)
+    _telling.append((writer, lock))
     begin, given = pickle.loads(work)  # noqa: S301 - from our parent
     if begin is not None:
         begin(*given)
@@ -266,7 +259,7 @@ def _called(where: str, work: bytes) -> Any:
         raise passed_on(error, where) from None
 
 
-def _measured(measure: Callable[[J], Iterator[Any]], job: J) -> None:
+def _measured(measure: Callable[[R], Iterator[Any]], job: R) -> None:
     """Measure a job, and tell of the end, behind all else."""
     try:
         for found in measure(job):

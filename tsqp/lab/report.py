@@ -1,6 +1,6 @@
 """What reports are made of: tables, charts and pages, and numbers for people.
 
-A `Grid` is text in cells, drawn on a terminal, on a page, or in Markdown. Charts are SVG, by
+A `Grid` is text in cells, drawn on a terminal or on a page. Charts are SVG, by
 matplotlib, in one style. Their colours are those of Okabe and Ito, which colour-blind readers tell
 apart; lines also differ by marker and dashes, bars by their order. Pages and charts need the extra
 `bench` (jinja2, matplotlib).
@@ -161,7 +161,7 @@ def _drawn(grid: Grid, places: Sequence[int], least: Sequence[int]) -> Table:
     return made
 
 
-# ------------------------------------------------------------------------------ page, Markdown
+# ---------------------------------------------------------------------------------------- page
 
 
 def page(package: str, **values: Any) -> str:
@@ -181,15 +181,6 @@ def page(package: str, **values: Any) -> str:
         loader=PrefixLoader({name: PackageLoader("tsqp.lab", name) for name in ("page", package)}),
     )
     return environment.get_template(f"{package}/report.html.j2").render(**values)
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> str:
-    """Return a table in Markdown; all columns after the first `texts` hold numbers."""
-    rule = ["---" if place < texts else "---:" for place in range(len(columns))]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        for cells in (columns, rule, *rows)
-    )
 
 
 # ------------------------------------------------------------------------------------ numbers
@@ -261,8 +252,7 @@ class Picture:
 
 def check_installed(where: str) -> None:
     """Raise SettingsError if matplotlib is not there: before a run, not after it."""
-    extra = "the extra bench (pip install '.[bench]'), or no HTML report"
-    with needing(where, extra):
+    with needing(where, "the extra bench (pip install '.[bench]'), or no HTML report"):
         # The package alone would be found where half of it, or what it needs, is missing.
         import_module("matplotlib.figure")
 
@@ -311,8 +301,6 @@ def bars(
     `parts`: pairs of a colour and a length for each name. `limit`: where bars are cut off. `none`:
     what to write where there is no bar.
     """
-    from matplotlib.ticker import FuncFormatter
-
     ends = [0.0] * len(names)
     for colour, lengths in parts:
         axis.barh(range(len(names)), lengths, left=ends, height=0.7, color=colour)
@@ -335,7 +323,7 @@ def bars(
     axis.set_xlim(0, most * 1.3 or 1.0)
     axis.tick_params(axis="y", length=0)
     axis.locator_params(axis="x", nbins=4)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda number, _: render(number) or "0"))
+    axis.xaxis.set_major_formatter(lambda number, _: render(number) or "0")
     axis.grid(axis="x")
 
 
@@ -372,8 +360,7 @@ def logarithmic(axis: Axes, sizes: Sequence[float]) -> None:
         # Powers of ten alone would leave such an axis without a number.
         axis.yaxis.set_major_locator(MaxNLocator(5))
         axis.yaxis.set_minor_locator(NullLocator())
-    plain = FuncFormatter(lambda number, _: figures(number))
     halves = FuncFormatter(lambda number, _: figures(number) if f"{number:e}"[0] in "25" else "")
-    axis.yaxis.set_major_formatter(plain)
+    axis.yaxis.set_major_formatter(lambda number, _: figures(number))
     axis.yaxis.set_minor_formatter(halves if high / low < 30 else NullFormatter())
     axis.grid(which="major")

@@ -25,14 +25,17 @@ from tsqp.lab.plan import planning
 from tsqp.lab.plan.costs import (
     PARTS,
     Costs,
+    Machine,
     PlanReport,
     PlanSettings,
     Rpc,
     Section,
     Step,
     Stretch,
+    Transport,
+    fit_transports,
+    read_machine,
 )
-from tsqp.lab.plan.fit import Machine, Transport, fit_transports, read_machine
 from tsqp.lab.plan.predict import Hardware, Turn, play, predict
 from tsqp.link import Link
 
@@ -43,18 +46,15 @@ NO_LINK = Link(None, 0.0)
 
 def rpc(**numbers: Any) -> Rpc:
     given: dict[str, Any] = {
-        "service": 0,
-        "asked": PLAN,
         "bytes_sent": 4200,
         "bytes_received": 4300,
         "encode_us": 1.0,
         "send_us": 2.0,
         "wire_us": 40.0,
         "service_us": 10.0,
-        "receive_us": 0.0,
         "decode_us": 3.0,
     }
-    return Rpc(**{**given, **numbers})
+    return Rpc(0, PLAN, **{**given, **numbers})
 
 
 def section(work_us: float, *rpcs: Rpc, after_us: float = 0.0, **shares: float) -> Section:

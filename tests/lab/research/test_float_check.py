@@ -19,8 +19,8 @@ from tsqp.lab.research.float_check import (
     EmbeddingCheck,
     FloatCheck,
     FloatProductCheck,
+    ProductCheck,
     Tolerance,
-    product_holds,
     within_tolerance,
 )
 from tsqp.lab.research.row_masks import FloatNoise, RowMix
@@ -130,8 +130,8 @@ def test_an_input_that_is_not_finite_cannot_be_verified(value: float) -> None:
         lambda: check.holds(x, y, [x], PLAIN),
         lambda: check.holds(x, y, [x], MIXED),
         lambda: within_tolerance(x, [(slice(0, 96), weight)], y, PLAIN.of_answers()),
-        lambda: product_holds(spoiled[0], b, a @ b, PLAIN, Randomness()),
-        lambda: product_holds(a, spoiled[1], a @ b, PLAIN, Randomness()),
+        lambda: ProductCheck(PLAIN, Randomness()).holds((spoiled[0], b), a @ b, []),
+        lambda: ProductCheck(PLAIN, Randomness()).holds((a, spoiled[1]), a @ b, []),
     ):
         with pytest.raises(ActivationRangeError, match="not finite"):
             call()
@@ -187,17 +187,17 @@ def test_honest_products_of_activations_pass_and_wrong_ones_do_not(
     dtype: torch.dtype, rows: int
 ) -> None:
     # Always the same vectors: one row leaves a lie of a tenth a chance of 1 in 3,000 in bfloat16.
-    tolerance, randomness = Tolerance.of(dtype, None), Randomness(bytes(32))
+    check = ProductCheck(Tolerance.of(dtype, None), Randomness(bytes(32)))
     for seed in range(6):
         a, b = _floats((2, rows, 16), dtype, seed), _floats((2, 16, 50), dtype, 100 + seed)
         if seed % 2:
             a = a.float().softmax(-1).to(dtype)
         y = torch.matmul(a, b)
-        assert product_holds(a, b, y, tolerance, randomness)
+        assert check.holds((a, b), y, [])
         for lie, wrong in LIES.items():
             changed = y.clone()
             changed[1] = wrong(y[1])
-            assert not product_holds(a, b, changed, tolerance, randomness), lie
+            assert not check.holds((a, b), changed, []), lie
 
 
 def test_an_answer_has_half_the_room_of_what_is_refused_and_each_row_its_own() -> None:

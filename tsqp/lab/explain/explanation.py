@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
 from tee_side.policy.leakage_summary import SEEN
-from tee_side.policy.placement import AttentionWindow, Placement, Policy
+from tee_side.policy.placement import AttentionWindow, Policy
 from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_files import MAX_GROUP, slot_bytes
 from tee_side.words import (
@@ -43,7 +44,6 @@ from tsqp.tables import definitions, table
 
 # Bound how long `explain` takes on models with long contexts: a step's tensors are really made.
 MAX_TOKENS = 2**20
-_PLACEMENT = ("operator", "layers", "phase", "where", "the GPU sees", "results")
 
 
 class OperatorRow(Document):
@@ -146,12 +146,19 @@ def explain(
     policy.check(config.num_hidden_layers)
     limit = min(config.context_length, MAX_TOKENS)
     for name, tokens in (("--context", context), ("--prompt-tokens", prompt_tokens)):
-        fits = 1 <= tokens <= limit
-        SettingsError.unless(fits, name, str(tokens), f"1 to {limit}, the model's context")
+        SettingsError.unless(
+            1 <= tokens <= limit, name, str(tokens), f"1 to {limit}, the model's context"
+        )
     chosen = dtype or config.dtype
-    measured = StepTraffic(policy, config, torch_dtype(chosen), headers or Headers())
-    measured.decode(context)
-    measured.prefill(prompt_tokens, step_tokens)
+    measured = StepTraffic(
+        policy,
+        config,
+        torch_dtype(chosen),
+        headers or Headers(),
+        context=context,
+        prompt_tokens=prompt_tokens,
+        step_tokens=step_tokens,
+    )
     return Explanation(
         model=str(directory),
         architecture=config.architecture,
@@ -196,30 +203,23 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
         for one in segments if operator == "qkv_proj" else ():
             yield _row(policy, "segment", range(one.first, one.last + 1), None, measured)
         count = 1 if operator in LAYERLESS else layers
-        for found in _ranges(policy, operator, count, within):
-            if operator not in LAYERLESS and found.start in within:
+        # Runs of layers with the same placements in both phases, all within segments or none.
+        ways = partial(_ways, policy, operator, within)
+        for (is_within, *each), alike in groupby(range(count), key=ways):
+            if is_within and operator not in LAYERLESS:
                 continue
-            ways = {_way(policy.at(operator, found.start, phase)) for phase in PHASES}
-            for phase in PHASES if len(ways) > 1 else (None,):
+            first, *others = alike
+            found = range(first, (others or [first])[-1] + 1)
+            for phase in PHASES if len(set(each)) > 1 else (None,):
                 yield _row(policy, operator, found, phase, measured)
 
 
-def _ranges(
-    policy: Policy, operator: Operator, count: int, within: Container[int]
-) -> Iterator[range]:
-    """Yield runs of layers with the same placements in both phases, all within segments or none."""
-
-    def placed(layer: int) -> object:
-        return layer in within, *(_way(policy.at(operator, layer, phase)) for phase in PHASES)
-
-    for _, alike in groupby(range(count), key=placed):
-        first, *others = alike
-        yield range(first, (others or [first])[-1] + 1)
-
-
-def _way(placement: Placement) -> tuple[Place, Mask | None, Verify]:
-    """Return what makes a row of its own."""
-    return placement.place, placement.mask, placement.verify
+def _ways(
+    policy: Policy, operator: Operator, within: Container[int], layer: int
+) -> tuple[object, ...]:
+    """Return what makes a row of its own: whether a layer is `within`, and each phase's way."""
+    placed = (policy.at(operator, layer, phase) for phase in PHASES)
+    return layer in within, *((one.place, one.mask, one.verify) for one in placed)
 
 
 def _row(
@@ -230,7 +230,7 @@ def _row(
     costs = {
         name: measured.phase_cost(name, operator, layers)
         for name in PHASES
-        if phase in (None, name) and measured.asks(name, operator, layers.start)
+        if phase in (None, name)
     }
     mask = placement.mask
     return OperatorRow(
@@ -239,7 +239,7 @@ def _row(
         phase=phase,
         place=placement.place,
         sees=_sees(policy, operator, mask) if leaves else None,
-        mask=_named(mask) if mask else None,
+        mask=_with_options(mask.name, mask.model_dump(mode="json")) if mask else None,
         verify=placement.verify,
         window=placement.window,
         decode=costs.get("decode"),
@@ -252,13 +252,10 @@ def _sees(policy: Policy, operator: Operator, mask: Mask | None) -> str:
     if mask is not None:
         # One mask with two sets of options: the name would not say which.
         alone = sum(other.name == mask.name for other in policy.masks) == 1
-        return f"{what} under {mask.name if alone else _named(mask)}"
+        options = {} if alone else mask.model_dump(mode="json")
+        return f"{what} under {_with_options(mask.name, options)}"
     whole = policy.arithmetic == "int8" and is_linear(operator)
     return f"{what} in the clear" + (", as integers" if whole else "")
-
-
-def _named(mask: Mask) -> str:
-    return _with_options(mask.name, mask.model_dump(mode="json"))
 
 
 def _noise(mask: Mask, config: ModelConfig) -> str | None:
@@ -278,19 +275,6 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
 
 def _needs(policy: Policy, config: ModelConfig) -> Needs:
-    pads = []
-    for mask, layout in pad_layouts(policy, config).items():
-        on_disk = slot_bytes(layout, MAX_GROUP) // MAX_GROUP if mask.arithmetic == "int8" else None
-        pads.append(
-            PadsNeeded(
-                mask=mask.name,
-                phases=pad_phases(policy, mask),
-                sites=len(layout.sites),
-                memory_bytes=layout.token_bytes,
-                bank_bytes=on_disk,
-                left_to_decode=policy.left_to_decode,
-            )
-        )
     feature = policy.feature_mask
     return Needs(
         services=policy.services,
@@ -298,7 +282,21 @@ def _needs(policy: Policy, config: ModelConfig) -> Needs:
         arithmetic=policy.served_arithmetic,
         calibration=policy.arithmetic == "int8",
         key=feature.name if feature else None,
-        pads=tuple(pads),
+        pads=tuple(
+            PadsNeeded(
+                mask=mask.name,
+                phases=pad_phases(policy, mask),
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=(
+                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
+                    if mask.arithmetic == "int8"
+                    else None
+                ),
+                left_to_decode=policy.left_to_decode,
+            )
+            for mask, layout in pad_layouts(policy, config).items()
+        ),
     )
 
 
@@ -314,8 +312,10 @@ def show(found: Explanation, console: Console, model: str, policy: str) -> None:
     console.print(found.summary)
     console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
     console.print()
-    columns = [(name, False) for name in _PLACEMENT]
-    console.print(table("Placement", columns, [_placement(row) for row in found.operators]))
+    names = ("operator", "layers", "phase", "where", "the GPU sees", "results")
+    console.print(
+        table("Placement", [(name, False) for name in names], map(_placement, found.operators))
+    )
     for mask in found.masks:
         verdict = "broken where the weights are public" if mask.broken else "not known to be broken"
         console.print(f"mask {_with_options(mask.name, mask.options)}: {verdict}")
@@ -351,24 +351,34 @@ def _placement(row: OperatorRow) -> tuple[str, ...]:
 
 
 def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
-    total = found.decode if phase == "decode" else found.prefill
+    total: Cost = getattr(found, phase)
     if total.rpcs == 0:
         return f"{title}: nothing is sent\n"
-    columns = [("operator", False), ("layers", False), ("sent in each layer", False)]
-    columns += [("RPCs", True), ("bytes up", True), ("bytes down", True)]
-    rows: list[tuple[str, ...]] = []
-    for row in found.operators:
-        measured = row.decode if phase == "decode" else row.prefill
-        if measured is None:
-            continue
-        sent = _tensors(measured.messages)
-        rows.append((row.operator, row.layers or "-", sent, *_numbers(measured.cost)))
-    rows.append(("total", "", "", *_numbers(total)))
-    return table(title, columns, rows)
-
-
-def _numbers(cost: Cost) -> tuple[str, str, str]:
-    return f"{cost.rpcs:,}", f"{cost.bytes_sent:,}", f"{cost.bytes_received:,}"
+    columns = [
+        *((name, False) for name in ("operator", "layers", "sent in each layer")),
+        *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
+    ]
+    rows: list[tuple[str, str, str, Cost]] = [
+        (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
+        for row in found.operators
+        if (measured := getattr(row, phase)) is not None
+    ]
+    rows.append(("total", "", "", total))
+    return table(
+        title,
+        columns,
+        [
+            (
+                operator,
+                layers,
+                sent,
+                f"{cost.rpcs:,}",
+                f"{cost.bytes_sent:,}",
+                f"{cost.bytes_received:,}",
+            )
+            for operator, layers, sent, cost in rows
+        ],
+    )
 
 
 def _tensors(messages: tuple[Crossing, ...]) -> str:
@@ -377,7 +387,7 @@ def _tensors(messages: tuple[Crossing, ...]) -> str:
     return ", ".join(f"{n} x {text}" if n > 1 else text for text, n in counts.items())
 
 
-def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
+def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
     needs = found.needs
     services = {0: "none", 1: "1 gpu-service"}.get(
         needs.services, f"{needs.services} gpu-services that do not collude"
@@ -386,11 +396,11 @@ def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
         services += ", with --arithmetic int8 or both"
     if needs.services and needs.attested != "none":
         services += f", by {needs.attested} evidence (gpu-service --attest, --service-appraisal)"
-    pairs = [("services", services)]
+    yield "services", services
     if needs.calibration:
-        pairs.append(("calibration", "calibration.safetensors, by tsqp calibrate MODEL"))
+        yield "calibration", "calibration.safetensors, by tsqp calibrate MODEL"
     if needs.key:
-        pairs.append(("key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"))
+        yield "key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"
     for pads in needs.pads:
         text = (
             f"one a token of {' and '.join(pads.phases)}, at {pads.sites} sites:"
@@ -400,9 +410,8 @@ def _needs_shown(found: Explanation, given: str) -> list[tuple[str, str]]:
             text += f", {pads.bank_bytes:,} bytes in a bank (tee-runner pads make --policy {given})"
         if (share := pads.left_to_decode) is not None:
             text += f"; prompts only while {share:.0%} of those kept ready are left"
-        pairs.append(("pads", text))
-    pairs.append(("results", _results(found)))
-    return pairs
+        yield "pads", text
+    yield "results", _results(found)
 
 
 def _results(found: Explanation) -> str:

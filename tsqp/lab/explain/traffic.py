@@ -8,16 +8,18 @@ weights nor services, keys, calibration or pads are needed: sizes do not depend 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from typing import TypeAlias
 
 import torch
 
 from gpu_side.encoding import Form, encode_reply
 from protocol.channel import Channel
 from protocol.encoding import encode_request
-from protocol.errors import TsqpError
 from protocol.messages import (
     LinearRequest,
     Request,
@@ -104,11 +106,8 @@ class Headers:
     timing: Timing = field(default_factory=lambda: Timing(queue_us=50, compute_us=1000))
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    service: int
-    request: Request
-    reply: TensorReply
+# Which service was asked, counted from 0, for what, and what it said.
+_Captured: TypeAlias = tuple[int, Request, TensorReply]
 
 
 class AtOnce(Channel):
@@ -131,10 +130,6 @@ class AtOnce(Channel):
         """See `Channel.abandon`."""
         self._replies.pop(request_id, None)
 
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`; no other service is left."""
-        raise error
-
     def close(self) -> None:
         """See `Channel.close`."""
 
@@ -156,7 +151,7 @@ class _Recorder(AtOnce):
         """Keep a request with the reply that it is prepared for."""
         zeros = torch.zeros(prepared.reply_shape, dtype=prepared.reply_torch_dtype)
         reply = TensorReply(output=from_torch(zeros))
-        self._log.append(_Captured(self._service, prepared.request(payload), reply))
+        self._log.append((self._service, prepared.request(payload), reply))
         self._submitted += 1
         self._replies[self._submitted] = Exchange(reply, endpoint=self.endpoint)
         return self._submitted
@@ -167,52 +162,55 @@ async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
 
 
 class StepTraffic:
-    """Runs steps of a policy over recorders, and adds up what each operator and layer costs."""
+    """Runs steps of a policy over recorders, and adds up what each operator and layer costs.
+
+    One decoded token of one sequence, the last of `context` tokens, and a prompt of one sequence in
+    steps of `step_tokens`, up to the first token that is sampled from it.
+    """
 
     def __init__(
-        self, policy: Policy, config: ModelConfig, dtype: torch.dtype, headers: Headers
+        self,
+        policy: Policy,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        headers: Headers,
+        *,
+        context: int,
+        prompt_tokens: int,
+        step_tokens: int,
     ) -> None:
         self._policy = policy
         self._config = config
         self._dtype = dtype
         self._headers = headers
         self._log: list[_Captured] = []
-        self._ids: list[int] = []
+        # Of the requests of a phase to a service.
+        self._ids = defaultdict[tuple[Phase, int], Iterator[int]](
+            partial(count, headers.first_request_id)
+        )
         self._costs: dict[tuple[Phase, Operator, int], Cost] = {}
         self._messages: dict[tuple[Phase, Operator, int], tuple[Crossing, ...]] = {}
         # Of the first request of each: how many cross, those that a mask adds included.
         self.rows: dict[tuple[Phase, Operator, int], int] = {}
 
-    def decode(self, context: int) -> None:
-        """Measure one decoded token of one sequence."""
-        self._start()
         self._step("decode", rows=1, context=context, outputs=1)
+        for start in range(0, prompt_tokens, step_tokens):
+            end = min(start + step_tokens, prompt_tokens)
+            self._step("prefill", rows=end - start, context=end, outputs=int(end == prompt_tokens))
 
-    def prefill(self, tokens: int, step_tokens: int) -> None:
-        """Measure a prompt of one sequence, up to the first token that is sampled from it."""
-        self._start()
-        for start in range(0, tokens, step_tokens):
-            end = min(start + step_tokens, tokens)
-            self._step("prefill", rows=end - start, context=end, outputs=int(end == tokens))
-
-    def asks(self, phase: Phase, operator: Operator, layer: int) -> bool:
-        """Say whether an operator has a request of its own there."""
-        return (phase, operator, layer) in self._messages
-
-    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost:
-        """Return what an operator costs in some layers."""
+    def phase_cost(self, phase: Phase, operator: Operator, layers: range) -> PhaseCost | None:
+        """Return what an operator costs in some layers; None if it has no request of its own."""
+        messages = self._messages.get((phase, operator, layers.start))
+        if messages is None:
+            return None
         # Of a segment its first layer has it all.
         costs = [self._costs.get((phase, operator, layer), Cost()) for layer in layers]
-        messages = self._messages[phase, operator, layers.start]
         return PhaseCost(messages=messages, cost=sum(costs, start=Cost()))
 
     def total(self, phase: Phase) -> Cost:
         """Return what a phase costs."""
         found = (cost for (measured, *_), cost in self._costs.items() if measured == phase)
         return sum(found, start=Cost())
-
-    def _start(self) -> None:
-        self._ids = [self._headers.first_request_id] * max(1, self._policy.services)
 
     def _step(self, phase: Phase, *, rows: int, context: int, outputs: int) -> None:
         """Call the operators in the order of the forward pass."""
@@ -239,8 +237,8 @@ class StepTraffic:
                 called[key] = self._call(*key, rows, context, outputs)
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
-            self.rows.setdefault(at, _rows(called[key][0].request))
-            costs = [self._count(captured, layer) for captured in called[key]]
+            self.rows.setdefault(at, _rows(called[key][0][1]))
+            costs = [self._count(captured, phase, layer) for captured in called[key]]
             self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
 
     def _call(
@@ -258,13 +256,14 @@ class StepTraffic:
         self._log.clear()
         if is_projection(operator) and operator in self._policy.projections:
             _, (width, in_features) = config.row_layout(operator)
-            # What scales there are does not change a size.
-            scales = SiteScales(1.0, torch.ones(width), 1.0, 1.0)
             sent = outputs if operator == "lm_head" else rows
             integers, site = self._policy.arithmetic == "int8", (0, operator)
             linear = plan_linear(
                 site,
-                IntegerSite(scales, dtype=dtype) if integers else FloatSite(),
+                # What scales there are does not change a size.
+                IntegerSite(SiteScales(1.0, torch.ones(width), 1.0, 1.0), dtype=dtype)
+                if integers
+                else FloatSite(),
                 self._hide(mask, site),
                 MaskRules(mask),
                 UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
@@ -300,8 +299,7 @@ class StepTraffic:
     def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> list[_Captured]:
         """Call a segment in the clear: its masks change no size."""
         config, settings = self._config, self._settings(None)
-        everywhere = range(config.num_hidden_layers)
-        cache = KVCache(config, context, self._dtype, everywhere)
+        cache = KVCache(config, context, self._dtype, range(config.num_hidden_layers))
         cache.length = context - rows
         segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
         call = SegmentCall(segment, config, settings, Sessions(), None)
@@ -310,18 +308,19 @@ class StepTraffic:
         run(_awaited(call(self._zeros(rows, config.hidden_size), Batch.of([take]))))
         return list(self._log)
 
-    def _count(self, captured: _Captured, layer: int) -> Cost:
+    def _count(self, captured: _Captured, phase: Phase, layer: int) -> Cost:
         """Encode a request and its reply as for the wire, in a layer, under the next id."""
-        request, headers = captured.request, self._headers
+        (service, request, reply), headers = captured, self._headers
         if isinstance(request, LinearRequest | RingLinearRequest | SeededRingLinearRequest):
             request = request.model_copy(update={"layer_idx": layer})
-        request_id = self._ids[captured.service]
-        self._ids[captured.service] += 1
+        request_id = next(self._ids[phase, service])
         sent = encode_request(request, request_id, headers.timeout_ms)
-        received = encode_reply(
-            Form.FRAMED, request_id, request.method, captured.reply, headers.timing
+        received = encode_reply(Form.FRAMED, request_id, request.method, reply, headers.timing)
+        return Cost(
+            rpcs=1,
+            bytes_sent=sum(memoryview(frame).nbytes for frame in sent),
+            bytes_received=sum(memoryview(frame).nbytes for frame in received),
         )
-        return Cost(rpcs=1, bytes_sent=_size(sent), bytes_received=_size(received))
 
     def _settings(self, mask: Mask | None) -> CallSettings:
         services = range(mask.services if mask else 1)
@@ -355,22 +354,17 @@ def _rows(request: Request) -> int:
     return next(value.shape[0] for _, value in request if isinstance(value, WireTensor))
 
 
-def _size(frames: Sequence[bytes | bytearray | memoryview]) -> int:
-    return sum(memoryview(frame).nbytes for frame in frames)
-
-
 def _message(captured: _Captured) -> Crossing:
-    request = captured.request
-    fields = [getattr(request, name) for name in type(request).model_fields]
+    service, request, reply = captured
+    tensors = [value for _, value in request if isinstance(value, WireTensor)]
     if isinstance(request, SegmentRequest):
-        fields = [request.hidden_states]  # the others are of whom and which
-    modules: tuple[str, ...] = getattr(request, "module_names", ())
+        tensors = [request.hidden_states]  # the others are of whom and which
     return Crossing(
-        service=captured.service + 1,
+        service=service + 1,
         method=request.method,
-        modules=modules,
-        sent=tuple(_described(value) for value in fields if isinstance(value, WireTensor)),
-        received=_described(captured.reply.output),
+        modules=getattr(request, "module_names", ()),
+        sent=tuple(map(_described, tensors)),
+        received=_described(reply.output),
     )
 
 

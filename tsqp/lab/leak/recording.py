@@ -318,9 +318,9 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
     Found by what crosses for one row, as a mask may call its option what it likes. The rows of
     products are of heads and tokens, which nothing counts.
     """
-    one = StepTraffic(policy, config, torch.float32, Headers())
-    one.decode(1)
-    one.prefill(1, 1)
+    one = StepTraffic(
+        *(policy, config, torch.float32, Headers()), context=1, prompt_tokens=1, step_tokens=1
+    )
     return {
         ((None if operator in LAYERLESS else layer, operator), phase): (
             0 if operator in PRODUCTS else rows - 1

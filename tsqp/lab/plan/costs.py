@@ -1,23 +1,49 @@
-"""What a few layers were measured to cost, what is predicted from it.
+"""What a few layers and a machine were measured to cost, and what is predicted from it.
 
 Times are microseconds unless a name says otherwise, sizes are bytes.
+
+`tsqp plan --fit FILE` measures a machine: how fast its kernels are, what a round trip takes, and
+its accelerator. `tsqp plan --machine FILE` plans for it. On the machine that plans, the layers of a
+model are measured as ever; what FILE says replaces the rest:
+
+- work in the TEE takes as much longer as FILE's kernels are slower than those here, of one thread
+  for what one thread does, and of as many threads as are planned for otherwise;
+- a round trip takes `rtt_us` and its bytes' time, whatever it takes here;
+- the accelerator is the one that was measured, where there was one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
-from gpu_side.devices import DeviceProfile
+import torch
+from pydantic import BaseModel, Field
+
+from gpu_side.devices import DeviceProfile, Microseconds, Rate
 from gpu_side.tasks import Task
-from protocol.errors import PolicyError
+from protocol import native
+from protocol.errors import SettingsError
+from protocol.integer import empty_weight, int8_product, ring_product
+from protocol.model.weights import CPU
+from protocol.validation import validate_file
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Measuring
-from tsqp.lab.bench.model import Document, PadMaking
-from tsqp.lab.plan.fit import Machine
+from tsqp.lab.bench.model import Document, PadMaking, PingPong
+from tsqp.lab.bench.ping_pong import ping_pong
+from tsqp.lab.measure import elapsed_us
 from tsqp.link import Link
+
+# The names that `--transport` has, and those of the ping-pong.
+TRANSPORTS = {"tcp": "zeromq-tcp", "ipc": "zeromq-ipc", "unix": "unix", "shm": "shm"}
+# A weight that no cache holds, and rows for which arithmetic counts, or reading it.
+_OUT, _IN, _ROWS = 16_384, 8_192, 256
+_REPEATS = 9
+_SQUARE = 4096
 
 PartName = Literal[
     "TEE weights",
@@ -125,6 +151,91 @@ class Costs:
     order: Sequence[int] = ()
 
 
+class Transport(Document):
+    """A round trip of `size` bytes, both ways together, takes `rtt_us` + size / `gb_per_s`.
+
+    As a Linear RPC, from tensor to tensor, of a service that computes nothing: `rtt_us` is what
+    launching a request takes.
+    """
+
+    rtt_us: Microseconds
+    gb_per_s: Rate
+
+    def us(self, size: int) -> float:
+        """Return the time of a round trip in microseconds."""
+        return self.rtt_us + size / (self.gb_per_s * 1e3)
+
+
+# `int8_gops` and `gb_per_s` of some numbers of threads.
+Rates: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+class Machine(Document):
+    """What was measured. `int8_gops`, `gb_per_s`: with 1, 2, ... threads.
+
+    `int8_gops`: 10^9 operations a second of products of hundreds of rows; `gb_per_s`: 10^9 bytes a
+    second of a weight that a product of one row reads. `spin_us`: of both ends of round trips.
+    `gpu`: None where none was measured.
+    """
+
+    kernels: str
+    spin_us: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    int8_gops: Annotated[tuple[Rate, ...], Field(min_length=1)]
+    gb_per_s: Annotated[tuple[Rate, ...], Field(min_length=1)]
+    transports: dict[str, Transport]
+    gpu: DeviceProfile | None = None
+
+    def beside(self, here: Rates, cores: int, transport: str) -> Instead:
+        """Return what planning for this machine replaces. `here`: of one thread, and of several.
+
+        Raises SettingsError for cores or a transport that were not measured.
+        """
+        SettingsError.unless(
+            cores <= len(self.int8_gops),
+            "--tee-cores",
+            str(cores),
+            f"at most {len(self.int8_gops)}, as measured",
+        )
+        SettingsError.unless(
+            transport in self.transports,
+            "--transport",
+            transport,
+            f"of --machine: {', '.join(self.transports) or 'none'}",
+        )
+        (alone_gops, *_), (*_, gb_per_s) = here
+        return Instead(
+            alone=alone_gops / self.int8_gops[0],
+            shared=here[0][-1] / self.int8_gops[cores - 1],
+            weights=gb_per_s / self.gb_per_s[cores - 1],
+            transport=self.transports[transport],
+        )
+
+    def toml(self) -> str:
+        """Return the file's text."""
+        fields = self.model_dump(exclude={"transports", "gpu"})
+        lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+        tables: dict[str, BaseModel] = {f"transports.{k}": v for k, v in self.transports.items()}
+        if self.gpu is not None:
+            tables["gpu"] = self.gpu
+        for name, table in tables.items():
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in table.model_dump().items()]
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What replaces measurements here: factors of the TEE's times, and the transport.
+
+    `alone`: for work of one thread; `shared`: of all threads; `weights`: for reading weights.
+    """
+
+    alone: float
+    shared: float
+    weights: float
+    transport: Transport
+
+
 @dataclass(frozen=True)
 class PlanSettings(Measuring):
     """What `tsqp plan` is asked.
@@ -144,38 +255,6 @@ class PlanSettings(Measuring):
     batch: int = 1
     machine: Machine | None = None
     tensor_parallel: int = 1
-
-
-@dataclass(frozen=True)
-class LayerJob:
-    """Measure a policy as it is in one layer, on a model of which all layers are alike."""
-
-    settings: PlanSettings
-    model: Path
-    policy: str
-    layer: int
-    endpoints: tuple[str, ...]
-    bank: Path | None
-    threads: int
-
-
-def as_in_layer(policy: Policy, layer: int) -> Policy:
-    """Return a policy that does in every layer what `policy` does in one. Raises PolicyError."""
-    operators = {
-        operator: tuple(
-            placement.model_copy(update={"layers": None})
-            for placement in placements
-            if placement.layers is None or layer in placement.layers
-        )
-        for operator, placements in policy.operators.items()
-    }
-    PolicyError.unless(
-        all(operators.values()),
-        f"policy {policy.name}",
-        f"nothing for layer {layer}",
-        "placements",
-    )
-    return policy.model_copy(update={"operators": operators})
 
 
 class PartCost(Document):
@@ -269,3 +348,102 @@ class PlanReport(Document):
     micro_batches: int
     tensor_parallel: int = 1
     policies: tuple[PolicyPlan, ...]
+
+
+# ------------------------------------------------------------------------------------ measuring one
+
+
+def read_machine(path: Path) -> Machine:
+    """Read what `--fit` wrote. Raises SettingsError."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no TOML"
+        raise SettingsError(
+            str(path), got=reason or "an unreadable file", expected="what tsqp plan --fit wrote"
+        ) from None
+    return validate_file(Machine, content, str(path), SettingsError)
+
+
+def fit_machine(
+    cores: int, spin_us: float, device: str | None, say: Callable[[str], None]
+) -> Machine:
+    """Measure this machine: some 20 seconds. Raises ProcessError, SettingsError."""
+    say("measuring products")
+    gops, gb_per_s = kernel_rates(range(1, cores + 1))
+    say("measuring round trips")
+    transports = fit_transports(ping_pong(spin_us))
+    if device is not None:
+        say(f"measuring {device}")
+    return Machine(
+        kernels=native.choice().variant,
+        spin_us=spin_us,
+        int8_gops=gops,
+        gb_per_s=gb_per_s,
+        transports=transports,
+        gpu=None if device is None else fit_gpu(torch.device(device)),
+    )
+
+
+def kernel_rates(threads: Sequence[int]) -> Rates:
+    """Return `int8_gops` and `gb_per_s` of this process with each number of threads."""
+    weight = empty_weight(_OUT, _IN, CPU)
+    weight.fill_(1)
+    many, one = (torch.ones(rows, _IN, dtype=torch.int32) for rows in (_ROWS, 1))
+    gops, rates = [], []
+    before = torch.get_num_threads()
+    for count in threads:
+        native.set_up(None, count)
+        product_s = _fastest_s(lambda: ring_product(many, weight, 1))
+        gops.append(2.0 * _ROWS * _OUT * _IN / product_s / 1e9)
+        rates.append(weight.numel() / _fastest_s(lambda: ring_product(one, weight, 1)) / 1e9)
+    native.set_up(None, before)
+    return tuple(gops), tuple(rates)
+
+
+def fit_transports(found: Sequence[PingPong]) -> dict[str, Transport]:
+    """Return the line through the smallest and the largest round trip of each transport."""
+    made = {}
+    for name, measured in TRANSPORTS.items():
+        ours = [one for one in found if (one.transport, one.kind) == (measured, "ours")]
+        if len(ours) > 1:
+            small, *_, large = sorted(ours, key=lambda one: one.payload_bytes)
+            more_us = max(large.p50_us - small.p50_us, 1e-3)
+            gb_per_s = 2 * (large.payload_bytes - small.payload_bytes) / more_us / 1e3
+            rtt_us = max(0.0, small.p50_us - 2 * small.payload_bytes / (gb_per_s * 1e3))
+            made[name] = Transport(rtt_us=rtt_us, gb_per_s=gb_per_s)
+    return made
+
+
+def fit_gpu(device: torch.device) -> DeviceProfile:
+    """Measure launches, products, memory and copies of a device, as `DeviceProfile` has them."""
+    itemsize, size = 2, _SQUARE
+    empty = torch.zeros(1, device=device)
+    a = torch.zeros(size, size, dtype=torch.bfloat16, device=device)
+    digits = torch.zeros(size, size, dtype=torch.int8, device=device)
+    host = torch.zeros(size, size, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
+
+    def timed_s(work: Callable[[], object]) -> float:
+        def whole() -> None:
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        return _fastest_s(whole)
+
+    products = 2.0 * size**3
+    return DeviceProfile(
+        name="measured",
+        launch_us=timed_s(lambda: empty.add_(1)) * 1e6,
+        tflops=products / timed_s(lambda: a @ a) / 1e12,
+        int8_tops=products / timed_s(lambda: int8_product(digits, digits)) / 1e12,
+        # Read and written.
+        gb_per_s=2 * itemsize * size**2 / timed_s(lambda: a.add_(0)) / 1e9,
+        pcie_gb_per_s=itemsize * size**2 / timed_s(lambda: a.copy_(host)) / 1e9,
+    )
+
+
+def _fastest_s(work: Callable[[], object]) -> float:
+    """Return the shortest of some runs: what the machine can do, whatever else it was doing."""
+    work()
+    return min(elapsed_us(work) for _ in range(_REPEATS)) / 1e6

@@ -12,21 +12,22 @@ import gc
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
 import torch
 
 from gpu_side.served_model import ServedModel
-from gpu_side.tasks import RequestChecker, Task
+from gpu_side.tasks import Computed, RequestChecker, Task
 from protocol import native
 from protocol.channel import Channel, WrappedChannel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import TsqpError
-from protocol.messages import FUSED_MODULES, HealthRequest, InitRequest, Request
+from protocol.messages import FUSED_MODULES, Request
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.forward import Norm
@@ -36,10 +37,10 @@ from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators, load_tee_model
-from tee_side.policy.placement import load_policy
+from tee_side.policy.placement import Policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.words import Phase
-from tsqp.lab.bench.model import OperatorCost, PadMaking
+from tsqp.lab.bench.job import pad_phases
+from tsqp.lab.bench.model import OperatorCost
 from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.bench.worker import Collector, random_prompts
 from tsqp.lab.measure import rounds
@@ -47,12 +48,11 @@ from tsqp.lab.plan.costs import (
     RPC_TIMES,
     Costs,
     LaneCost,
-    LayerJob,
+    PlanSettings,
     Rpc,
     Section,
     Step,
     Stretch,
-    as_in_layer,
 )
 
 _WARM_UP = 2
@@ -74,55 +74,68 @@ _TRIMMED = 0.1
 DECODED = _DECODE_STEPS + _WARM_UP + 2
 
 
-def pads_needed(phases: Collection[Phase], *, prompt_tokens: int, batch: int) -> int:
-    """Return how many pads a run uses up at most, where these phases need any."""
-    needed = 0
+def pads_needed(policy: Policy, settings: PlanSettings) -> int:
+    """Return how many pads a run uses up at most, where the policy needs any."""
+    phases, batch, needed = pad_phases(policy), settings.batch, 0
     if "prefill" in phases:
         # With all lanes and with one, each with a first run that is not counted, and observed.
-        needed += 2 * (_PROMPTS + 2) * prompt_tokens + 3 * batch
+        needed += 2 * (_PROMPTS + 2) * settings.prompt_tokens + 3 * batch
     if "decode" in phases:
         needed += 3 * batch * DECODED
     return needed + 64
 
 
-def measure(job: LayerJob) -> Costs:
-    """Measure a job. Raises TsqpError."""
+def measure(
+    settings: PlanSettings,
+    policy: Policy,
+    model: Path,
+    endpoints: Sequence[str],
+    bank: Path | None,
+    threads: int,
+) -> Costs:
+    """Measure a policy on a model of which all layers are alike. Raises TsqpError.
+
+    `endpoints`: of its services; `bank`: its pads, where it uses some up.
+    """
+    native.set_up(None, threads)
     with ExitStack() as closing:
-        layers = _Layers(job, closing)
+        layers = _Layers(settings, policy, model, endpoints, bank, closing)
         gc.collect()
         gc.freeze()  # as tee-runner does
         prefill, decode = layers.prefill(), layers.decode()
-        pads: PadMaking | None = None
-        if job.bank:
-            pads = pad_making(job.model, layers.policy, job.bank.parent)
+        pads = pad_making(model, policy, bank.parent) if bank else None
         return Costs(prefill, decode, pads)
 
 
 class _Layers:
     """The engine as `tee_side.runner` puts it together, with events noted instead of observed."""
 
-    def __init__(self, job: LayerJob, closing: ExitStack) -> None:
-        self._settings = job.settings
-        native.set_up(None, job.threads)
-        self.policy = policy = as_in_layer(load_policy(job.policy), job.layer)
-        self._config = config = read_config(job.model)
-        checkpoint = Checkpoint(job.model)
-        dtype = torch_dtype(job.settings.dtype or config.dtype)
+    def __init__(
+        self,
+        settings: PlanSettings,
+        policy: Policy,
+        model: Path,
+        endpoints: Sequence[str],
+        bank: Path | None,
+        closing: ExitStack,
+    ) -> None:
+        self._settings = settings
+        self._config = config = read_config(model)
+        checkpoint = Checkpoint(model)
+        dtype = torch_dtype(settings.dtype or config.dtype)
         self._model = load_tee_model(config, checkpoint, dtype)
         self._assembly = assembly = Assembly(
             policy,
             config,
             checkpoint,
             self._model,
-            MaskSettings(bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None),
-            step_tokens=job.settings.step_tokens,
+            MaskSettings(bank=BankPlace.at(bank, beside_bank=True) if bank else None),
+            step_tokens=settings.step_tokens,
         )
         closing.callback(assembly.close)
         self._channels: list[Channel] = [
-            closing.enter_context(
-                open_channel(endpoint, timeout_s=60.0, spin_us=job.settings.spin_us)
-            )
-            for endpoint in job.endpoints
+            closing.enter_context(open_channel(endpoint, timeout_s=60.0, spin_us=settings.spin_us))
+            for endpoint in endpoints
         ]
         held = ServedModel(
             config=config,
@@ -132,10 +145,13 @@ class _Layers:
             arithmetic=(policy.served_arithmetic,),
             norms={},
         )
+        self._engine = partial(
+            Engine, self._model, settings=EngineSettings(step_tokens=settings.step_tokens)
+        )
         self._tracer = Tracer(RequestChecker(held, DEFAULT_MAX_MESSAGE_BYTES))
         self._lanes = [
             self._tracer.lane(index, self._channels, assembly)
-            for index in range(job.settings.micro_batches)
+            for index in range(settings.micro_batches)
         ]
 
     # --------------------------------------------------------------------------------- phases
@@ -173,10 +189,6 @@ class _Layers:
 
     # -------------------------------------------------------------------------------- running
 
-    def _engine(self, lanes: Lanes) -> Engine:
-        settings = EngineSettings(step_tokens=self._settings.step_tokens)
-        return Engine(self._model, lanes, settings)
-
     def _run_prompt(self, tokens: int, lanes: Lanes) -> list[Sections]:
         engine = self._engine(lanes)
         (prompt,) = random_prompts(self._config, tokens, 1)
@@ -188,8 +200,10 @@ class _Layers:
 
     def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
-        counted = rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
-        return [self._run_prompt(tokens, lanes) for _ in counted]
+        return [
+            self._run_prompt(tokens, lanes)
+            for _ in rounds(_PROMPTS, _BUDGET_S, least=_LEAST_PROMPTS)
+        ]
 
     def _started(self, batch: int, lanes: Lanes) -> Engine:
         """Return an engine of so many sequences that have had their prompts.
@@ -223,10 +237,9 @@ class _Layers:
     def _observed(self) -> tuple[Lanes, Collector]:
         """Return operators with an observer, whose events are not noted."""
         collector = Collector()
-        lanes = self._assembly.lanes(
+        return self._assembly.lanes(
             lambda _layer: self._channels, collector, micro_batches=len(self._lanes)
-        )
-        return lanes, collector
+        ), collector
 
 
 def _step(
@@ -266,48 +279,68 @@ def _shares(costs: tuple[OperatorCost, ...]) -> Shares:
 # ------------------------------------------------------------------------------------- events
 
 
-class LaneEvent(NamedTuple):
-    """A lane did something, or came by, between two pieces of its work.
-
-    From `start_ns` to `resumed_ns` it was done and written down here. `what`: "asked" where a
-    request was handed over, the round trip where its reply is there, the layer that begins, and
-    None past the last layer.
-    """
-
-    lane: int
-    start_ns: int
-    resumed_ns: int
-    what: Rpc | int | Literal["asked"] | None
-
-
+# A lane did something, or came by, between two pieces of its work: "asked" where a request was
+# handed over, the round trip where its reply is there, the layer that begins, and None past the
+# last layer.
+Happened: TypeAlias = "Rpc | int | Literal['asked'] | None"
 # Of each lane of a step its sections by name: "head", the numbers of layers, and "tail", which a
 # lane may lack.
 Sections: TypeAlias = "list[dict[str | int, Section]]"
 
 
 class Tracer:
-    """Collects the events of one step after the other."""
+    """Collects the events of one step after the other. `checker`: as a service has one."""
 
     def __init__(self, checker: RequestChecker) -> None:
-        self._checker = checker
-        self._events: list[LaneEvent] = []
+        self.checker = checker
+        # Of each event its lane, and when it began and had been written down here.
+        self._events: list[tuple[int, int, int, Happened]] = []
+
+    def note(self, lane: int, start_ns: int, what: Happened) -> None:
+        """Keep an event that ends now."""
+        self._events.append((lane, start_ns, time.perf_counter_ns(), what))
 
     def step(self, work: Callable[[], object]) -> Sections:
-        """Run a step, and return what its sections cost."""
+        """Run a step, and return what the sections of each lane cost."""
         self._events = []
-        started_ns = time.perf_counter_ns()
+        resumed_ns = time.perf_counter_ns()
         work()
-        return sections_of(self._events, started_ns, time.perf_counter_ns())
+        end_ns = time.perf_counter_ns()
+        found: dict[int, dict[str | int, Section]] = {}
+        under_way = Counter[int]()
+        several = len({lane for lane, *_ in self._events}) > 1
 
-    def note(self, lane: int, start_ns: int, what: Rpc | int | Literal["asked"] | None) -> None:
-        """Keep an event that ends now."""
-        self._events.append(LaneEvent(lane, start_ns, time.perf_counter_ns(), what))
+        def current(lane: int) -> Section:
+            sections = found.setdefault(lane, {"head": Section()})
+            return sections[next(reversed(sections))]
 
-    def task(self, request: Request) -> Task:
-        """Return what a service would make of a request."""
-        if isinstance(request, InitRequest | HealthRequest):
-            raise TypeError(f"a step asks for {request.method}")
-        return self._checker.check(request)
+        owner: int | None = None
+        for came_by, start_ns, noted_ns, what in self._events:
+            lane = came_by if owner is None else owner
+            section, gap_us = current(lane), (start_ns - resumed_ns) * _US
+            if under_way[lane] and what == "asked" and came_by == lane:
+                # The next of several requests that are sent side by side.
+                section.segments[-1].work_us += gap_us
+            else:
+                section.after_us += gap_us
+            resumed_ns, owner = noted_ns, came_by
+            section = current(owner)
+            if what == "asked":
+                if not under_way[owner]:
+                    section.segments.append(Stretch(section.after_us))
+                    section.after_us = 0.0
+                under_way[owner] += 1
+                owner = None
+            elif isinstance(what, Rpc):
+                # A lane that runs alone does nothing while it waits: all of that is the wire's.
+                rpc = what if several else replace(what, receive_us=0.0)
+                section.segments[-1].rpcs.append(rpc)
+                under_way[owner] -= 1
+            else:
+                found[owner]["tail" if what is None else what] = Section()
+        # What it asked for last has been answered by then, if it asked at all.
+        current(owner or 0).after_us += (end_ns - resumed_ns) * _US
+        return [sections for _, sections in sorted(found.items())]
 
     def lane(
         self, index: int, channels: Sequence[Channel], assembly: Assembly
@@ -352,7 +385,8 @@ class _NotedChannel(WrappedChannel):
         request_id = self._channel.submit(request, timeout_s)
         end_ns = time.perf_counter_ns()
         # The request itself is not kept: its memory would not be used again.
-        self._asked[request_id] = start_ns, end_ns, self._tracer.task(request)
+        task = self._tracer.checker.check(cast("Computed", request))
+        self._asked[request_id] = start_ns, end_ns, task
         self._tracer.note(self._lane, start_ns, "asked")
         return request_id
 
@@ -383,45 +417,6 @@ class _NotedChannel(WrappedChannel):
 
 
 # ----------------------------------------------------------------------------------- sections
-
-
-def sections_of(events: Sequence[LaneEvent], start_ns: int, end_ns: int) -> Sections:
-    """Return the sections of each lane of a step."""
-    found: dict[int, dict[str | int, Section]] = {}
-    under_way = Counter[int]()
-    several = len({event.lane for event in events}) > 1
-
-    def current(lane: int) -> Section:
-        sections = found.setdefault(lane, {"head": Section()})
-        return sections[next(reversed(sections))]
-
-    owner: int | None = None
-    lane, resumed_ns = 0, start_ns
-    for event in events:
-        lane = event.lane if owner is None else owner
-        section, gap_us = current(lane), (event.start_ns - resumed_ns) * _US
-        if under_way[lane] and event.what == "asked" and event.lane == lane:
-            # The next of several requests that are sent side by side.
-            section.segments[-1].work_us += gap_us
-        else:
-            section.after_us += gap_us
-        resumed_ns, owner = event.resumed_ns, event.lane
-        section = current(owner)
-        if event.what == "asked":
-            if not under_way[owner]:
-                section.segments.append(Stretch(section.after_us))
-                section.after_us = 0.0
-            under_way[owner] += 1
-            owner = None
-        elif isinstance(event.what, Rpc):
-            # A lane that runs alone does nothing while it waits: all of that is the wire's.
-            rpc = event.what if several else replace(event.what, receive_us=0.0)
-            section.segments[-1].rpcs.append(rpc)
-            under_way[owner] -= 1
-        else:
-            found[owner]["tail" if event.what is None else event.what] = Section()
-    current(lane if owner is None else owner).after_us += (end_ns - resumed_ns) * _US
-    return [sections for _, sections in sorted(found.items())]
 
 
 def typical_lanes(runs: Sequence[Sections]) -> list[LaneCost]:

@@ -1,4 +1,4 @@
-"""Plans: checks what is asked for, measures a few layers of each policy, and predicts the whole.
+"""Plans: checks what is asked, measures a few layers of each policy, predicts, and prints that.
 
 Everything is checked before anything is made or measured.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from gpu_side.served_model import check_columns
-from protocol.errors import SettingsError
+from protocol.errors import PolicyError, SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
@@ -28,7 +30,6 @@ from tsqp.lab.bench.job import (
     check_memory,
     needs_linear,
     pad_layouts,
-    pad_phases,
     tee_parts,
 )
 from tsqp.lab.bench.model import PadMaking
@@ -36,31 +37,43 @@ from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
-    LayerJob,
+    Crossover,
+    Instead,
     PlanReport,
     PlanSettings,
     PolicyPlan,
+    Prediction,
     Several,
     Step,
-    as_in_layer,
+    kernel_rates,
 )
-from tsqp.lab.plan.fit import Instead, kernel_rates
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
+from tsqp.run.process import bytes_for_people
 from tsqp.run.trust import product_operations
+from tsqp.tables import definitions, table
+
+# What a service has to beat; planned for beside whatever is asked.
+BEST_ALONE = "tee-only-int8"
+_TERMS = (
+    ("TEE weights", "LM head, and linear layers that stay in the TEE"),
+    ("TEE operators", "everything else computed there: attention, norms, sampling"),
+    ("messages", "encoding and decoding, at both ends"),
+    ("transport", "what handing messages over takes here beyond the link's own time"),
+    ("link", "bandwidth: bytes both ways; latency: one round trip an RPC"),
+    ("GPU", "kernels and copies on the accelerator described"),
+)
 
 # Of each kind: a first one, whose caches the LM head has emptied, and two that follow.
 LAYERS = 3
 # Weights that stay must not fit into a cache, or they would seem to be read faster than they are.
 _KEPT_BYTES = 256 * 2**20
 
-Say = Callable[[str], None]
-
 
 class Planning:
     """One plan. Raises SettingsError, PolicyError and ModelError before any work."""
 
-    def __init__(self, settings: PlanSettings, say: Say) -> None:
+    def __init__(self, settings: PlanSettings, say: Callable[[str], None]) -> None:
         self._settings = settings
         self._say = say
         self._shape = shape_of(settings.model, settings.shape)
@@ -113,7 +126,6 @@ class Planning:
         )
         needed = 0
         for name, policy in settings.policies:
-            policy.check(config.num_hidden_layers)
             SettingsError.unless(
                 not policy.segments(config.num_hidden_layers),
                 f"policy {policy.name}",
@@ -142,17 +154,33 @@ class Planning:
                 )
                 made = prepare.required_bytes(few, linear=needs_linear(alike, few))
                 made += prepare.required_bytes(few, linear=False) if alike.verified else 0
-                made += prepare.bank_bytes(few, alike, self._pads(alike) + prepare.TIMED_PADS)
+                made += prepare.bank_bytes(
+                    few, alike, pads_needed(alike, settings) + prepare.TIMED_PADS
+                )
                 needed = max(needed, made)
         check_disk(needed)
 
-    def _pads(self, policy: Policy) -> int:
-        settings, phases = self._settings, pad_phases(policy)
-        return pads_needed(phases, prompt_tokens=settings.prompt_tokens, batch=settings.batch)
-
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
-        """Return a few layers like one of the whole model's: what places them, and their shape."""
-        config, policy = self._config, as_in_layer(policy, layer)
+        """Return a few layers like one of the whole model's: what places them, and their shape.
+
+        Raises PolicyError for a policy that places nothing in the layer.
+        """
+        config = self._config
+        operators = {
+            operator: tuple(
+                placement.model_copy(update={"layers": None})
+                for placement in placements
+                if placement.layers is None or layer in placement.layers
+            )
+            for operator, placements in policy.operators.items()
+        }
+        PolicyError.unless(
+            all(operators.values()),
+            f"policy {policy.name}",
+            f"nothing for layer {layer}",
+            "placements",
+        )
+        policy = policy.model_copy(update={"operators": operators})
         count = LAYERS
         kept = sum(
             math.prod(config.row_layout(operator)[1])
@@ -161,8 +189,18 @@ class Planning:
         ) * (self._itemsize if policy.arithmetic == "float" else 1)
         if kept:
             count = max(count, min(config.num_hidden_layers, -(-_KEPT_BYTES // kept)))
-        shape = self._shape.with_layers(count)
-        return policy, replace(shape, settings=_alike(shape.settings, config, layer, count))
+        # All of them look back as far as that layer does.
+        named = {**self._shape.settings, "num_hidden_layers": count}
+        named.pop("layer_types", None)
+        window = config.sliding_windows[layer]
+        if len(set(config.sliding_windows)) > 1:
+            kind = "full_attention" if window is None else "sliding_attention"
+            named["layer_types"] = [kind] * count
+        elif window is None:
+            named["sliding_window"] = None
+        elif "use_sliding_window" in named:
+            named["layer_types"] = ["sliding_attention"] * count
+        return policy, replace(self._shape, settings=named)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -223,13 +261,16 @@ class Planning:
         pads: PadMaking | None = None
         for layer in different:
             with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
-                found = self._measure(Path(folder), name, policy, layer)
+                found = self._measure(Path(folder), policy, layer)
             measured.append(found)
             if found.pads is not None and pads is None:
                 # Of the whole model, at the rate of some layers' products.
                 alike, few = self._few_layers(policy, layer)
-                part = _pad_operations(alike, few.config())
-                more = _pad_operations(policy, self._config) / part
+                part, whole = (
+                    sum(map(product_operations, pad_layouts(placed, config).values()))
+                    for placed, config in ((alike, few.config()), (policy, self._config))
+                )
+                more = whole / part
                 pads = found.pads.scaled(token=more, cpu=more)
         _, few = self._few_layers(policy, different[0])
         return Costs(
@@ -243,7 +284,7 @@ class Planning:
             pads=pads,
         )
 
-    def _measure(self, folder: Path, name: str, policy: Policy, layer: int) -> Costs:
+    def _measure(self, folder: Path, policy: Policy, layer: int) -> Costs:
         settings = self._settings
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
@@ -255,21 +296,22 @@ class Planning:
         if alike.verified:
             # Services answer with zeros, which is what these weights give.
             model = prepare.hollow(model, folder)
-        bank = prepare.pad_bank(model, alike, self._pads(alike), folder / "pads", zeros=True)
+        bank = prepare.pad_bank(
+            model, alike, pads_needed(alike, settings), folder / "pads", zeros=True
+        )
         self._say(f"{policy.name}: measuring them")
         with ExitStack() as running:
             services = prepare.start_services(running, policy, model, folder, settings)
-            job = LayerJob(
-                # Policies are read again there.
+            return in_fresh_process(
+                measure,
                 replace(settings, policies=()),
+                alike,
                 model,
-                name,
-                layer,
-                endpoints=tuple(endpoint for _, endpoint in services),
-                bank=bank,
-                threads=self._threads,
+                [endpoint for _, endpoint in services],
+                bank,
+                self._threads,
+                where=f"policy {policy.name}",
             )
-            return in_fresh_process(measure, job, where=f"policy {policy.name}")
 
     def _assumptions(self, policy: Policy, costs: Costs) -> Iterator[str]:
         settings = self._settings
@@ -306,40 +348,19 @@ class Planning:
 
 def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
     """Return for each layer the first one that is like it: placements and attention window."""
-    first: dict[object, int] = {}
-    kinds = []
     policy.check(config.num_hidden_layers)
-    for layer in range(config.num_hidden_layers):
+
+    def key(layer: int) -> object:
         placements = [
             policy.at(operator, layer, phase).model_copy(update={"layers": None})
             for operator in OPERATORS
             if operator not in LAYERLESS
             for phase in PHASES
         ]
-        key = (repr(placements), config.sliding_windows[layer])
-        kinds.append(first.setdefault(key, layer))
-    return kinds
+        return repr(placements), config.sliding_windows[layer]
 
-
-def _alike(
-    settings: Mapping[str, Any], config: ModelConfig, layer: int, count: int
-) -> dict[str, Any]:
-    """Return settings of a model whose layers all look back as far as one of the whole model's."""
-    named = dict(settings)
-    named.pop("layer_types", None)
-    if len(set(config.sliding_windows)) > 1:
-        kind = "full_attention" if config.sliding_windows[layer] is None else "sliding_attention"
-        named["layer_types"] = [kind] * count
-    elif config.sliding_windows[0] is None:
-        named["sliding_window"] = None
-    elif "use_sliding_window" in named:
-        named["layer_types"] = ["sliding_attention"] * count
-    return named
-
-
-def _pad_operations(policy: Policy, config: ModelConfig) -> int:
-    """Return the int8 multiplications and additions behind one token's pads."""
-    return sum(map(product_operations, pad_layouts(policy, config).values()))
+    keys = list(map(key, range(config.num_hidden_layers)))
+    return list(map(keys.index, keys))
 
 
 def _with_kinds(steps: Sequence[Step]) -> Step:
@@ -347,3 +368,99 @@ def _with_kinds(steps: Sequence[Step]) -> Step:
     together = zip(*(step.lanes for step in steps), strict=True)
     lanes = [[alike[0][0], *(layer for _, layer, _ in alike), alike[0][-1]] for alike in together]
     return Step(steps[0].rows, lanes)
+
+
+# ------------------------------------------------------------------------------------ listing
+
+
+def show(report: PlanReport, console: Console) -> None:
+    """Print a report: what each policy would reach, part by part."""
+    link = "no link between them"
+    if report.link_gbps is not None or report.link_rtt_us > 0:
+        rate = "any" if report.link_gbps is None else f"{report.link_gbps:g}"
+        link = f"a link of {rate} Gbit/s with {report.link_rtt_us:g} us round trip"
+    console.print(
+        f"{report.model}: {report.num_hidden_layers} layers, {report.dtype};"
+        f" TEE with {report.tee_cores} cores, accelerator {report.gpu}, {link};"
+        f" micro-batches: {report.micro_batches}"
+    )
+    console.print()
+    console.print(definitions(_TERMS))
+    for found in report.policies:
+        console.print()
+        console.print(f"policy {found.policy}: {found.summary}")
+        console.print(found.leakage_summary or f"policy {found.policy}: nothing leaves the TEE")
+        console.print()
+        console.print(definitions(_figures(found, report)))
+        console.print()
+        prompt = f"Up to the first token of a prompt of {report.prompt_tokens}"
+        console.print(_parts(prompt, found.prefill))
+        together = "one sequence" if report.batch == 1 else f"{report.batch} sequences together"
+        step = f"One decode step of {together}, context {report.context}"
+        console.print(_parts(step, found.decode))
+        console.print("Assumed:")
+        console.print(definitions([("  -", line) for line in found.assumptions]))
+
+
+def _figures(found: PolicyPlan, report: PlanReport) -> Iterator[tuple[str, str]]:
+    rate = f"{found.tokens_per_s_per_request:.1f} tokens/s"
+    if report.batch > 1:
+        rate += f" a sequence, {found.tokens_per_s:.1f} of all {report.batch} together"
+    yield "time to first token", f"{_ms(found.prefill.total_us)} ms{_held_back(found.prefill)}"
+    yield "decode", f"{rate}, {_ms(found.decode.total_us)} ms a step{_held_back(found.decode)}"
+    if (several := found.several) is not None:
+        decode = several.tpot_alone_ms / found.tpot_ms
+        prefill = several.ttft_alone_ms / found.ttft_ms
+        text = f"decode {decode:.2f} times as fast as with one accelerator; first token"
+        yield f"--tensor-parallel {report.tensor_parallel}", f"{text} {prefill:.2f}"
+        for when, where in (("decode", several.decode), ("prompt", several.prefill)):
+            if where is not None:
+                yield f"pays, {when}", _pays(where)
+    if found.pads is not None:
+        rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
+        made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
+        yield "sustained", f"{rate}; {made}, on the same cores after the step that uses them"
+    (alone,) = (one for one in report.policies if one.policy == BEST_ALONE)
+    if alone is not found:
+        decode = alone.tpot_ms / found.tpot_ms
+        sustained = found.sustained_tokens_per_s / alone.sustained_tokens_per_s
+        text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
+        yield f"beside {BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}"
+    yield "TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"
+
+
+def _pays(where: Crossover) -> str:
+    largest = f"the largest that leaves has {bytes_for_people(where.largest_bytes)}"
+    if where.weight_bytes is None:
+        return f"for no weight; {largest}"
+    return f"for weights from {bytes_for_people(where.weight_bytes)}; {largest}"
+
+
+def _held_back(found: Prediction) -> str:
+    return f"; bottleneck: {found.bottleneck}" if found.bottleneck else ""
+
+
+def _parts(title: str, found: Prediction) -> Table:
+    numbers = ("ms", "share", "without it, ms", "times as fast")
+    rows = [
+        (
+            part.name + (" (bottleneck)" if part.name == found.bottleneck else ""),
+            _ms(part.busy_us),
+            f"{part.busy_us / found.total_us:.0%}",
+            _ms(part.without_us),
+            f"{found.total_us / part.without_us:.2f}" if part.without_us > 0 else "-",
+        )
+        for part in found.parts
+        if part.busy_us > 0
+    ]
+    traffic = (
+        f"{_ms(found.total_us)} ms, {found.rpcs} RPCs, {found.bytes_sent:,} bytes up,"
+        f" {found.bytes_received:,} down"
+    )
+    return table(
+        f"{title}: {traffic}", [("part", False), *((name, True) for name in numbers)], rows
+    )
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:,.1f}" if us >= 1e4 else f"{us / 1e3:.2f}"

@@ -8,7 +8,7 @@ A step is played through: one thread of the TEE that gives each lane its turn as
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
@@ -21,6 +21,7 @@ from tsqp.lab.plan.costs import (
     PARTS,
     Costs,
     Crossover,
+    Instead,
     LaneCost,
     PartCost,
     PartName,
@@ -29,7 +30,6 @@ from tsqp.lab.plan.costs import (
     Section,
     Step,
 )
-from tsqp.lab.plan.fit import Instead
 from tsqp.link import Link
 
 # A request's way to the other ranks: one message over gloo, and the rate of all of them together.
@@ -94,8 +94,7 @@ def crossover(hardware: Hardware, rpcs: Iterable[Rpc]) -> Crossover | None:
 
     None where no request multiplies by a weight.
     """
-    tasks = (rpc.asked for rpc in rpcs)
-    linear = [(one.work, one) for one in tasks if isinstance(one.work, LinearWork)]
+    linear = [(rpc.asked.work, rpc.asked) for rpc in rpcs if isinstance(rpc.asked.work, LinearWork)]
     if not linear:
         return None
     work, task = max(linear, key=lambda one: one[0].in_features * one[0].out_features)
@@ -134,19 +133,13 @@ class Turn:
         self.mask_us += masks_us * elsewhere
         self.tee_us += (work_us - weights_us - masks_us) * elsewhere
 
-    @property
-    def work_us(self) -> float:
-        """What keeps the TEE's thread busy before anything is sent."""
-        return self.weights_us + self.tee_us + self.mask_us + self.message_us
-
 
 def predict(steps: Sequence[Step], costs: Costs, hardware: Hardware) -> Prediction:
     """Predict steps of `costs` one after the other: of a prompt, or one decode step."""
     lanes = [[turns_of(lane, step.rows, costs, hardware) for lane in step.lanes] for step in steps]
 
     def total_us(without: PartName | None) -> float:
-        link = hardware.link
-        latency_us = 0.0 if without == "link latency" else link.rtt_us
+        latency_us = 0.0 if without == "link latency" else hardware.link.rtt_us
         return sum(
             play([[_without(turn, without) for turn in lane] for lane in step], latency_us)
             for step in lanes
@@ -265,16 +258,6 @@ def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
 
 
 @dataclass(slots=True)
-class _Line:
-    """One service with its accelerator and its link: when each is free, in microseconds."""
-
-    up: float = 0.0
-    service: float = 0.0
-    gpu: float = 0.0
-    down: float = 0.0
-
-
-@dataclass(slots=True)
 class _Turns:
     turns: deque[Turn]
     ready_us: float = 0.0
@@ -287,10 +270,9 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
 
     The link is laid over the transport: of both, the longer one counts.
     """
-    lines: dict[int, _Line] = {}
+    # When each service, its accelerator and both ways of its link are free, in microseconds.
+    up, service, gpu, down = (defaultdict[int, float](float) for _ in range(4))
     waiting = deque(_Turns(deque(turns)) for turns in lanes)
-    if not waiting:
-        return 0.0
     last = waiting.popleft()
     running = deque([last])
     # Requests under way at the same time keep a service busy beyond their own computing.
@@ -300,19 +282,20 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
         lane = running.popleft()
         now = max(now, lane.ready_us) + lane.receive_us
         turn = lane.turns.popleft()
-        now += turn.work_us
+        # What keeps the TEE's thread busy before anything is sent.
+        now += turn.weights_us + turn.tee_us + turn.mask_us + turn.message_us
         lane.ready_us = lane.receive_us = 0.0
         for trip in turn.trips:
-            line = lines.setdefault(trip.service, _Line())
+            at = trip.service
             now += trip.send_us
             # What the transport takes longer than the link, half of it each way.
             more = max(0.0, trip.wire_us - trip.up_us - trip.down_us - latency_us)
-            line.up = max(line.up, now) + trip.up_us
-            read = max(line.service, line.up + (latency_us + more) / 2) + trip.service_us
-            line.service = read + more * handling
-            line.gpu = max(line.gpu, read) + trip.gpu_us
-            line.down = max(line.down, line.gpu) + trip.down_us
-            lane.ready_us = max(lane.ready_us, line.down + (latency_us + more) / 2)
+            up[at] = max(up[at], now) + trip.up_us
+            read = max(service[at], up[at] + (latency_us + more) / 2) + trip.service_us
+            service[at] = read + more * handling
+            gpu[at] = max(gpu[at], read) + trip.gpu_us
+            down[at] = max(down[at], gpu[at]) + trip.down_us
+            lane.ready_us = max(lane.ready_us, down[at] + (latency_us + more) / 2)
             lane.receive_us += trip.receive_us
         if lane.turns:
             running.append(lane)

@@ -120,11 +120,10 @@ class FeatureKey(BaseModel):
                 ) from None
             first = next((fault for fault in faults if fault["loc"] == ("version",)), faults[0])
             field = ".".join(str(part) for part in first["loc"])
-            missing = first["type"] == "missing"
             # Never quoted: what stands in a wrong place may be the seed.
             raise FeatureKeyError(
                 f"{where}: {field}" if field else where,
-                got="nothing" if missing else describe_untrusted(first["input"]),
+                got="nothing" if first["type"] == "missing" else describe_untrusted(first["input"]),
                 expected=expectation(first["type"], first["msg"]),
             ) from None
         FeatureKeyError.unless(
@@ -140,12 +139,14 @@ class FeatureKey(BaseModel):
 
         Linear weights are compared where the directory has them.
         """
-        linear = linear_digest(config, checkpoint)
-        pairs = [("model_digest", self.model_digest, model_digest(config, checkpoint))]
-        pairs += [("linear_digest", self.linear_digest, linear)] if linear is not None else []
-        for name, ours, theirs in pairs:
+        digests = {
+            "model_digest": model_digest(config, checkpoint),
+            "linear_digest": linear_digest(config, checkpoint),
+        }
+        for name, theirs in digests.items():
+            ours = getattr(self, name)
             FeatureKeyError.unless(
-                ours == theirs,
+                theirs is None or ours == theirs,
                 f"key: {name}",
                 ours,
                 f"{theirs}, of {checkpoint.directory}",

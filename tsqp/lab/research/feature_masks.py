@@ -89,7 +89,7 @@ class BlockRotation(BlockPermutation):
 
 
 class _MappedSite(KeyedTransform):
-    """A map of the input, and one of each module's output, as `draw` makes one of a size.
+    """A map of the input, and one of each module's output, in blocks of `block` or in one (None).
 
     Rows are divided by `fold_I` before, and get noise of deviation `sigma`, relative to their RMS.
     """
@@ -97,14 +97,15 @@ class _MappedSite(KeyedTransform):
     def __init__(
         self,
         site: FeatureSite,
-        draw: Callable[[int], BlockPermutation],
+        kind: type[BlockPermutation],
+        block: int | None,
         fold_I: torch.Tensor,
         sigma: float = 0.0,
     ) -> None:
         self._sigma, self._normed = sigma, site.gain is not None
         self._fold_I = fold_I
-        self._input = draw(site.in_features)
-        self._outputs = [draw(size) for size in site.outputs]
+        self._input = kind(site.in_features, block or site.in_features, site.randomness)
+        self._outputs = [kind(size, block or size, site.randomness) for size in site.outputs]
         self._sizes = site.outputs
 
     def weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -176,11 +177,7 @@ class FeaturePermutation(FeatureMask):
 
     def transform(self, site: FeatureSite) -> KeyedTransform:
         """Draw a permutation for the input and one for each module's output."""
-
-        def draw(size: int) -> BlockPermutation:
-            return BlockPermutation(size, self.block or size, site.randomness)
-
-        return _MappedSite(site, draw, torch.ones(site.in_features))
+        return _MappedSite(site, BlockPermutation, self.block, torch.ones(site.in_features))
 
 
 class SegmentPermutation(SegmentMask):
@@ -371,21 +368,19 @@ class FeatureRotation(RotationMask, FeatureMask):
 
     def transform(self, site: FeatureSite) -> KeyedTransform:
         """Draw a rotation of the input and one of each module's output. Raises MaskError."""
-
-        def draw(size: int) -> BlockRotation:
-            return BlockRotation(size, self.block, site.randomness)
-
         fold_I = torch.ones(site.in_features)
         if site.gain is not None:
             # The gain, kept away from 0: rows are divided by it.
             gain_I = site.gain.float()
             largest = float(gain_I.abs().max())
-            expected = "one above 0, all finite"
             MaskError.unless(
-                1e-30 < largest < math.inf, "gain", f"values up to {largest}", expected
+                1e-30 < largest < math.inf,
+                "gain",
+                f"values up to {largest}",
+                "one above 0, all finite",
             )
             fold_I = gain_I.abs().clamp(min=_SMALLEST_GAIN * largest).copysign(gain_I)
-        return _MappedSite(site, draw, fold_I, self.sigma)
+        return _MappedSite(site, BlockRotation, self.block, fold_I, self.sigma)
 
 
 class SegmentRotation(RotationMask, SegmentMask):

@@ -11,8 +11,9 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,15 +29,17 @@ from protocol.messages import (
     ModuleName,
     part_of,
 )
-from protocol.model.checkpoint import module_name
+from protocol.model.checkpoint import lm_head_name, module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import FeatureMask, Mask
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import tensors_of
 from tee_side.protect.verification import Blocks, Checks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
 
 FLOAT_VECTORS = 8
+_lengths = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 # Elements of a block of rows in float64: 4 MB, which stay in a cache.
 _BLOCK_ELEMENTS = 2**19
 # Of an honest result, in units of the limit's scale (`FloatCheck`): rounding of the reply to its
@@ -138,11 +141,11 @@ class FloatCheck:
         O, I = weight_OI.shape  # noqa: E741
         s_Ok = randomness.normal(O, FLOAT_VECTORS)
         product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
-        squares = 0.0
-        for rows in _blocks(O, I):
-            block = weight_OI[rows].double()
-            product_Ik.addmm_(block.t(), s_Ok[rows])
-            squares += float(block.square().sum())
+        squares, size = 0.0, max(1, _BLOCK_ELEMENTS // I)
+        for s_nk, weight_nI in zip(s_Ok.split(size), weight_OI.split(size), strict=True):
+            block_nI = weight_nI.double()
+            product_Ik.addmm_(block_nI.t(), s_nk)
+            squares += float(block_nI.square().sum())
         return FloatCheck(
             math.sqrt(squares / I), s_Ok.t().contiguous(), product_Ik.t().contiguous()
         )
@@ -195,19 +198,9 @@ def within_tolerance(
 
 def _in_blocks(x_TI: torch.Tensor, secret_kI: torch.Tensor) -> torch.Tensor:
     """Multiply in float64, without a copy of all rows in it."""
-    parts = [x_TI[rows].double() @ secret_kI.t() for rows in _blocks(*x_TI.shape)]
+    blocks = x_TI.split(max(1, _BLOCK_ELEMENTS // x_TI.shape[1]))
+    parts = [x_nI.double() @ secret_kI.t() for x_nI in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _blocks(rows: int, width: int) -> Iterator[slice]:
-    size = max(1, _BLOCK_ELEMENTS // width)
-    for start in range(0, max(rows, 1), size):
-        yield slice(start, min(start + size, rows))
-
-
-def _lengths(x_UI: torch.Tensor) -> torch.Tensor:
-    lengths: torch.Tensor = torch.linalg.vector_norm(x_UI, dim=-1, dtype=torch.float64)
-    return lengths
 
 
 def root_mean_square(x: torch.Tensor) -> torch.Tensor:
@@ -287,11 +280,21 @@ class ProductCheck:
     def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
         self._tolerance, self._randomness = tolerance, randomness
 
-    def holds(
-        self, x: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor, sent: Sequence[Any]
-    ) -> bool:
-        """Say whether y is the product of both operands."""
-        return product_holds(*x, y, self._tolerance, self._randomness)
+    def holds(self, x: Sequence[torch.Tensor], y: torch.Tensor, sent: Sequence[Any]) -> bool:
+        """Say whether y [B, M, N] is the product of both operands, floats, as `FloatCheck` does.
+
+        The vectors are fresh in every call, as no operand stays. That reads all of b: where a has
+        fewer rows than there are vectors, multiplying would have been as cheap. Raises
+        ActivationRangeError.
+        """
+        _, J, N = x[1].shape
+        s_Nk = self._randomness.normal(N, FLOAT_VECTORS)
+        a64_BMJ, b64_BJN = (operand.double() for operand in x)
+        expected_BMk = a64_BMJ @ (b64_BJN @ s_Nk)
+        gain_B1 = b64_BJN.square().sum((1, 2)).div(J).sqrt()[:, None]
+        size_BM = root_mean_square(expected_BMk) + gain_B1 * a64_BMJ.norm(dim=-1)
+        error_BM = root_mean_square(y.double() @ s_Nk - expected_BMk)
+        return self._tolerance.allows(error_BM, size_BM, N)
 
     def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
@@ -301,7 +304,7 @@ class ProductCheck:
                 raise LookupError(f"an answer to {request.method} of an attention product")
             a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
             right = (
-                within_tolerance(a, in_time(_whole(b.t()), len(a)), y, near)
+                within_tolerance(a, in_time(iter([(slice(0, b.shape[1]), b.t())]), len(a)), y, near)
                 for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
             )
             if not all(right):
@@ -309,37 +312,11 @@ class ProductCheck:
         return wrong
 
 
-def _whole(weight_OI: torch.Tensor) -> Blocks:
-    yield slice(0, len(weight_OI)), weight_OI
-
-
-def product_holds(
-    a_BMJ: torch.Tensor,
-    b_BJN: torch.Tensor,
-    y_BMN: torch.Tensor,
-    tolerance: Tolerance,
-    randomness: Randomness,
-) -> bool:
-    """Say whether y is the product of two activations, floats, as `FloatCheck` does.
-
-    The vectors are fresh in every call, as no operand stays. That reads all of b: where a has fewer
-    rows than there are vectors, multiplying would have been as cheap. Raises ActivationRangeError.
-    """
-    _, J, N = b_BJN.shape
-    s_Nk = randomness.normal(N, FLOAT_VECTORS)
-    a64, b64 = a_BMJ.double(), b_BJN.double()
-    expected_BMk = a64 @ (b64 @ s_Nk)
-    gain_B1 = b64.square().sum((1, 2)).div(J).sqrt()[:, None]
-    size_BM = root_mean_square(expected_BMk) + gain_B1 * a64.norm(dim=-1)
-    error_BM = root_mean_square(y_BMN.double() @ s_Nk - expected_BMk)
-    return tolerance.allows(error_BM, size_BM, N)
-
-
 # ------------------------------------------------------------------------- weights of linear sites
 
 
 class FloatSecrets(Checks):
-    """What the linear operators that a policy verifies are checked with; see `Checks`."""
+    """What linear operators, or the LM head, are checked with; see `Checks`."""
 
     @staticmethod
     def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> FloatCheck:
@@ -354,19 +331,22 @@ class FloatSecrets(Checks):
         return FloatProductCheck(
             self.vectors[site],
             Tolerance.of(self.weights.dtype, mask),
-            lambda modules, part: _weights_of(self.weights, site[0], modules, part),
+            partial(_weights_of, self.weights, site),
             isinstance(mask, FeatureMask),
         )
 
 
 def _weights_of(
-    weights: Weights, layer: int, modules: Sequence[ModuleName], part: Columns
+    weights: Weights, site: Site, modules: Sequence[ModuleName], part: Columns
 ) -> Blocks:
-    """Yield a part of the weights of each module, side by side [n, I], as a service holds them."""
-    start = 0
-    for module in modules:
-        shape = weights.config.module_shape(module)
-        name = f"{module_name(weights.config, layer, module)}.weight"
-        for columns, block in rows_of_part(weights.checkpoint, name, shape, part, start):
+    """Yield a part of the weights of each module, side by side [n, I], as a service holds them.
+
+    `modules`: of the site's operator; none for the LM head.
+    """
+    config, start = weights.config, 0
+    names = [f"{module_name(config, site[0], module)}.weight" for module in modules]
+    shapes = tensors_of([site], config)
+    for name in names or [lm_head_name(config)]:
+        for columns, block in rows_of_part(weights.checkpoint, name, shapes[name], part, start):
             yield columns, block.to(weights.dtype)
-        start += shape[0]
+        start += shapes[name][0]

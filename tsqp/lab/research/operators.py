@@ -7,25 +7,18 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Literal, cast
 
 import torch
 
 from protocol.errors import PolicyError
-from protocol.messages import (
-    Columns,
-    EmbeddingRequest,
-    FloatDtype,
-    LMHeadRequest,
-    MatmulRequest,
-    ModuleName,
-)
-from protocol.model.checkpoint import EMBEDDING, light_tensors, lm_head_name
+from protocol.messages import EmbeddingRequest, FloatDtype, LMHeadRequest, MatmulRequest
+from protocol.model.checkpoint import EMBEDDING, light_tensors
 from protocol.model.config import ModelConfig
 from protocol.model.weights import load_tensor
-from protocol.prepared import Payloads, Preparable, PreparedRequest
+from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.model.local_ops import causal_mask
 from tee_side.model.operators import TeeLayer
@@ -33,19 +26,12 @@ from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import (
-    UNVERIFIED,
-    Blocks,
-    ResultCheck,
-    Unverified,
-    rows_of_part,
-)
+from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
-from tee_side.words import Operator, Phase
+from tee_side.words import Operator, Phase, Site
 from tsqp.lab.research.float_check import (
     EmbeddingCheck,
-    FloatCheck,
-    FloatProductCheck,
+    FloatSecrets,
     ProductCheck,
     Tolerance,
 )
@@ -55,6 +41,8 @@ Tensor = torch.Tensor
 RowsCall = Callable[[Tensor], Awaitable[Tensor]]
 ProductCall = Callable[[tuple[Tensor, Tensor]], Awaitable[Tensor]]
 
+# Which layer it is beside makes no difference.
+_HEAD: Site = (0, "lm_head")
 # Elements of keys or values of one layer: 1,024 tokens of 8 heads of 64.
 _LARGEST_CONVERTED = 2**19
 
@@ -66,7 +54,9 @@ class RemoteEmbedding:
         self._parts = parts
         # By the table itself: a lookup has nothing to be checked with that is smaller.
         if _verified(parts, "embedding"):
-            self._check = EmbeddingCheck(_tensor(parts, EMBEDDING))
+            shape = light_tensors(parts.config)[EMBEDDING]
+            table_VD = load_tensor(parts.checkpoint, EMBEDDING, shape, dtype=parts.dtype)
+            self._check = EmbeddingCheck(table_VD)
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -85,18 +75,16 @@ class RemoteLMHead:
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         if _verified(parts, "lm_head"):
-            weight_VD = _tensor(parts, lm_head_name(parts.config))
-            self._vectors = FloatCheck.draw(weight_VD, Randomness())
+            weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
+            self._secrets = FloatSecrets.draw([_HEAD], weights, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> RowsCall:
         """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
         parts, placed = self._parts, self._parts.policy.at("lm_head", 0, phase)
-        check: ResultCheck | Unverified = UNVERIFIED
-        if placed.verify != "none":
-            tolerance, blocks = Tolerance.of(parts.dtype, placed.mask), partial(_lm_head, parts)
-            check = FloatProductCheck(self._vectors, tolerance, blocks)
+        verified = placed.verify != "none"
+        check = self._secrets.check(_HEAD, placed.mask) if verified else UNVERIFIED
         return rows_call(
             "lm_head", parts.config, parts.dtype, layer, placed.mask, check, settings, randomness
         )
@@ -186,12 +174,14 @@ def rows_call(
     @lru_cache(MAX_PREPARED)
     def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(short_name(sent), tuple(shape), b"")
-        message: Preparable = (
+        prepared = PreparedRequest(
             EmbeddingRequest(input_ids=wire, dtype=name)
             if looked_up
-            else LMHeadRequest(hidden_states=wire)
+            else LMHeadRequest(hidden_states=wire),
+            (shape[0], width),
+            name,
         )
-        return (PreparedRequest(message, (shape[0], width), name),)
+        return (prepared,)
 
     plan = CallPlan(
         operator=operator,
@@ -208,14 +198,6 @@ def rows_call(
         clock=settings.clock(operator, None),
     )
     return partial(carry_out, plan)
-
-
-def _lm_head(parts: RunParts, _: Sequence[ModuleName], part: Columns) -> Blocks:
-    """Yield a part of the LM head [n, D], never all of it at once."""
-    name = lm_head_name(parts.config)
-    shape = light_tensors(parts.config)[name]
-    for rows, block in rows_of_part(parts.checkpoint, name, shape, part):
-        yield rows, block.to(parts.dtype)
 
 
 # ------------------------------------------------------------------------------ attention products
@@ -335,8 +317,3 @@ def _row_mask(mask: Mask | None) -> RowMask | None:
 
 def _verified(parts: RunParts, operator: Operator) -> bool:
     return any(placement.verify != "none" for placement in parts.policy.operators[operator])
-
-
-def _tensor(parts: RunParts, name: str) -> Tensor:
-    shape = light_tensors(parts.config)[name]
-    return load_tensor(parts.checkpoint, name, shape, dtype=parts.dtype)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from gpu_side.served_model import PROVISION_FILE, Holds, Provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError
-from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -122,7 +122,21 @@ def provision(
         # The last file, so that a partial directory is none.
         with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
             file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
-        _publish(draft, server_dir, key, key_path)
+        # The key first, because a directory without its key is worthless and does not look so: an
+        # operator would copy it to the server, where nothing can undo the mask. A key without its
+        # directory, after a crash between the two, is a small file that fits nothing.
+        key.save(key_path)
+        try:
+            draft.rename(server_dir)
+        except BaseException as error:
+            key_path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise ModelError(
+                    str(server_dir),
+                    got=error.strerror or type(error).__name__,
+                    expected="a new or an empty directory",
+                ) from None
+            raise
     finally:
         # Not there any more where all went well.
         shutil.rmtree(draft, ignore_errors=True)
@@ -202,49 +216,25 @@ def _write_weights(shards: list[Shard], directory: Path, progress: Progress | No
     total = 0
     for done, shard in enumerate(shards, 1):
         name = f"model-{done:05d}-of-{len(shards):05d}.safetensors"
-        sizes = _save(shard(), directory / name)
+        tensors = shard()
+        try:
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # Which is how the library says that a disk is full.
+            raise ModelError(
+                str(directory / name),
+                got=str(error)[:160],
+                expected="a file that can be written",
+            ) from None
         # The library writes for its owner alone; the service may run as another user.
         (directory / name).chmod((directory / CONFIG_FILE).stat().st_mode & 0o777)
-        weight_map |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
         if progress is not None:
             progress(done, len(shards))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
-
-
-def _save(tensors: Tensors, path: Path) -> dict[str, int]:
-    """Write a shard, which is not kept. Return the bytes of its tensors."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # Which is how the library says that a disk is full.
-        raise ModelError(
-            str(path), got=str(error)[:160], expected="a file that can be written"
-        ) from None
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def _publish(draft: Path, server_dir: Path, key: FeatureKey, key_path: Path) -> None:
-    """Write the key, then let the directory appear under its name, in one step.
-
-    In this order because a directory without its key is worthless and does not look so: an operator
-    would copy it to the server, where nothing can undo the mask. A key without its
-    directory, after a crash between the two, is a small file that fits nothing.
-    """
-    key.save(key_path)
-    try:
-        draft.rename(server_dir)
-    except BaseException as error:
-        key_path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise ModelError(
-                str(server_dir),
-                got=error.strerror or type(error).__name__,
-                expected="a new or an empty directory",
-            ) from None
-        raise
 
 
 # ------------------------------------------------------------------------------------- conversion
@@ -307,24 +297,22 @@ class _Conversion:
 
     def _linears(self, mask: FeatureMask, layer: int) -> Tensors:
         """Transform a layer's linear operators; one of them is in float64 at a time."""
-        tensors: Tensors = {}
+        config, checkpoint, tensors = self.config, self.checkpoint, Tensors()
+        norms = norm_names(config, layer)
         for operator in FUSED_MODULES:
-            tensors |= self._linear(mask, layer, operator)
-        return tensors
-
-    def _linear(self, mask: FeatureMask, layer: int, operator: LinearOperator) -> Tensors:
-        config, checkpoint, norm = self.config, self.checkpoint, GAINS.get(operator)
-        name = None if norm is None else norm_names(config, layer)[norm]
-        gain = None if name is None else self._read(name, torch.float32)
-        transform = site_transform(mask, config, self.seed, layer, operator, gain)
-        plain = load_linear(checkpoint, config, layer, operator, dtype=torch.float64, device=CPU)
-        weight, tensors = transform.weight(plain.weight), Tensors()
-        for module, rows in plain.rows.items():
-            name = module_name(config, layer, module)
-            tensors[f"{name}.weight"] = self._stored(f"{name}.weight", weight[rows])
-            if module in config.biased_modules:
-                bias = checkpoint.rows(f"{name}.bias", 0, 1)
-                tensors[f"{name}.bias"] = bias.new_zeros(len(weight[rows]))
+            norm = GAINS.get(operator)
+            gain = None if norm is None else self._read(norms[norm], torch.float32)
+            transform = site_transform(mask, config, self.seed, layer, operator, gain)
+            plain = load_linear(
+                checkpoint, config, layer, operator, dtype=torch.float64, device=CPU
+            )
+            weight = transform.weight(plain.weight)
+            for module, rows in plain.rows.items():
+                name = module_name(config, layer, module)
+                tensors[f"{name}.weight"] = self._stored(f"{name}.weight", weight[rows])
+                if module in config.biased_modules:
+                    bias = checkpoint.rows(f"{name}.bias", 0, 1)
+                    tensors[f"{name}.bias"] = bias.new_zeros(len(weight[rows]))
         return tensors
 
     def _layer(self, keyed: KeyedSegment, layer: int) -> Tensors:
