@@ -9,8 +9,6 @@ proves itself again over it, as a client asks every ten minutes: a simulated rep
 is waited for. Exit status 1 if a target is missed.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from collections.abc import Callable

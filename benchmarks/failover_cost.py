@@ -13,8 +13,6 @@ blocks of rounds. Exit status 1 if two services cost more than that, or noise is
 machine that is too busy to tell.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

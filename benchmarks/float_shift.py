@@ -17,8 +17,6 @@ is that of the dtype named. `margin`: likeliest less runner-up; `shift`: by how 
 `flipped`: where the runner-up has overtaken.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

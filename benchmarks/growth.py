@@ -11,8 +11,6 @@ Embedding and LM head in the TEE. A prompt's is split, as its observed operators
 and the rest: attention looks at each earlier token, so it alone may grow faster than the prompt.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.harness import Fields, Found, Options, Place, main, say

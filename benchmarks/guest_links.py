@@ -12,8 +12,6 @@ ratio to loopback over the same kind of socket in the guest.
 It starts a copy of the image with another program in it, so that nothing that is measured changes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A measurement is a module with a function that takes the options and a `Place`, 
 found, and whether it reached its target. `main` prints that, or writes it where `--json` says.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -6,8 +6,6 @@ That writes it between the two markers of a section. COSTS, a recorded report of
 the plot of cost against leakage the cost of a larger shape.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

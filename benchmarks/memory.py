@@ -6,8 +6,6 @@ Each process is a fresh one. Peaks are the kernel's own (`VmHWM`, resident pages
 files). The baseline is the same interpreter that has only imported torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -15,8 +15,6 @@ nothing can be faster than T. Policy `attention-in-tee`. The service stands for 
 one core is left to it: `--threads`, of the TEE, is one less than there are.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise

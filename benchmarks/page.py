@@ -5,8 +5,6 @@ is measured. Whether a target is reached is worked out here; what is missing or 
 test fails when docs/benchmarks.md is stale.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

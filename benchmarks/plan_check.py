@@ -6,8 +6,6 @@ The whole model runs as under `tsqp bench`, against a service that takes as long
 described and over a link that takes as long as the one described; both in the same run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

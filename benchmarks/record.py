@@ -10,8 +10,6 @@ Recorded files are small: of what `tsqp bench` reports, the operators of all lay
 and timelines are left out. Numbers have six figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ own, in processes of its own. `ratio`: of a decoded token under `attention-in-te
 to one under the policy; exit status 1 if `clear-segment` of the 1b shape is below 20.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -16,8 +16,6 @@ can: it runs on the same cores. Ratios are of the same run.
   pads a token, also of a story that does not: the demo model under `shielded`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -8,8 +8,6 @@ and chat template; OUTPUT is a Hugging Face directory with its weights in float3
 activation scales. The model is of Hugging Face (Apache 2.0, huggingface.co/HuggingFaceTB).
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -4,8 +4,6 @@ stories.toml has the grammar; everything here draws from it with a seeded genera
 gives the same text bit for bit. The order of draws is part of that.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import tomllib

@@ -12,8 +12,6 @@ for each operator and for a layer's four together (of a busy machine, a lower qu
   cores of its own. The crossover is where it passes 1.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from functools import partial

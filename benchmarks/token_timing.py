@@ -13,8 +13,6 @@ time of a token that showed text is longer than that of one that did not, 0.5 wh
 (Mann-Whitney), with its 95 % interval by DeLong (1988). `later_us`: how much longer, by the median.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

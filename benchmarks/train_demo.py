@@ -8,8 +8,6 @@ Face directory with a model card, the record of the training (training.json, als
 held-out text (validation.txt). `tsqp calibrate OUTPUT` adds what integer policies need.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -14,8 +14,6 @@ as `mask`, `verify` and `unmask` with the checks, less what it notes without the
 checks cost, as what they push out of the caches is missing elsewhere.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Apart, because what uses them takes a while to import.
 """
 
-from __future__ import annotations
-
 # Requests that may wait: of one client, and of all together.
 QUEUED_REQUESTS = 64
 QUEUED_TOTAL_REQUESTS = 1024

@@ -10,8 +10,6 @@ What it says is a lower bound: real devices take longer, most of them much longe
 `gpu-service --device model:PROFILE` waits as long as it says, and `tsqp plan` adds it up.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass
 from functools import cache

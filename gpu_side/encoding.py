@@ -11,8 +11,6 @@ same few hundred headers: what a header was found to say, when it was decoded an
 is looked up by its bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache

@@ -4,8 +4,6 @@ A flood of requests must not fill the disk: one filter limits all that clients c
 log, whichever thread and module logs it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

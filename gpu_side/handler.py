@@ -18,8 +18,6 @@ nothing waiting finds room for its fair share of the bytes, which is all of them
 clients that wait, itself included. For that, richer clients give up even their last.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from bisect import bisect_left

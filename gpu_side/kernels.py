@@ -9,8 +9,6 @@ again once the device is done with them, so none is allocated per request. Produ
 have a way of their own there (`gpu_side.cuda.products`).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The request loop pays for counting only. What is served: numbers by method and e
 device's name; nothing that a client can choose, no contents and no request ids.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ go out. A malformed message gets an error reply with a code and a line in the lo
 client sends ends the loop; the lines of the log it can cause are limited (`gpu_side.event_log`).
 """
 
-from __future__ import annotations
-
 import math
 import socket
 import time

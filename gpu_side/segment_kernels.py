@@ -6,8 +6,6 @@ through that kernel a block at a time, each with the keys up to its end. Shape s
 key/value heads, G query heads of each, C head dim, S keys.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ A rank holds a part of the output columns of every weight. Each module is parted
 weight is one tensor in a part, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

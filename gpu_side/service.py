@@ -1,7 +1,5 @@
 """The service process: bind, load, answer until told to stop (`gpu_side.request_loop`)."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

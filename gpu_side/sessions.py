@@ -11,8 +11,6 @@ client that has more than half of it loses its own sessions first, then the leas
 all go.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ What a request asks for follows from its method, modules, dtypes and shapes, so 
 for all requests with the same header. Only token ids are looked at each time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -9,8 +9,6 @@ norms of queries and keys may differ by head, and RoPE's pairs may stand in anot
 key/value head and its query heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

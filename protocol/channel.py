@@ -8,8 +8,6 @@ the reply to one of them. A channel belongs to one thread.
 every channel keeps of its requests, ids, deadlines and replies.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from abc import abstractmethod

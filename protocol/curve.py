@@ -20,8 +20,6 @@ Over HTTP a client shows a bearer token: a secret of one line, in a file of its 
 service has its SHA-256 alone. `tsqp api-key NAME --digest --to FILE` makes one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

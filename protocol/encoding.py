@@ -18,8 +18,6 @@ containers are counted as they close, arrays hold only scalars, nesting is shall
 keys, non-string keys and extension types are refused (`unpack`).
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Mapping, Sequence

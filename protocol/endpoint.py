@@ -16,8 +16,6 @@ An abstract Unix socket (@NAME) is refused: it has no owner and no mode, so any 
 network namespace could take its name.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -35,8 +35,6 @@
 The message always reads *where: got X, expected Y*. Only codes cross the wire, never a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum

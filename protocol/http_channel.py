@@ -5,8 +5,6 @@ connection each, which are kept open and used again; an event loop on a thread o
 carries all of them. Neither redirects nor proxies of the environment are followed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import secrets

@@ -11,8 +11,6 @@ which accumulates in int32) and three shifted additions. Everything here is exac
 some processors saturate half way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

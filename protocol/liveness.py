@@ -10,8 +10,6 @@ which a thread of the service that does nothing else sends back what comes: a ze
 no message begins.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -17,8 +17,6 @@ The host can make its file smaller, and the kernel then ends us (SIGBUS) when we
 that denies service, as a host always can, and tells it nothing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

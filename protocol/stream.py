@@ -1,7 +1,5 @@
 """The client's end of a stream transport: Unix sockets, and vsock between a VM and its host."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

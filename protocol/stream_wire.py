@@ -12,8 +12,6 @@ Writing never blocks in the kernel: a call that does begins its time-out anew wi
 slow peer takes. It polls instead, until a time that does not move.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import struct

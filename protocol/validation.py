@@ -5,8 +5,6 @@
 own errors: where, got and expected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar

@@ -13,8 +13,6 @@ takes.
 `ZMQ_HEARTBEAT_TTL` stays 0, which leaves to each side how patient it is.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """What an observer is told of the operators, and how it is told."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar

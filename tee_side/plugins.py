@@ -5,8 +5,6 @@ a path that is written on the command line or in a policy is loaded, or a packag
 A file is read once: the bytes that were checked are the ones that run, and no cached bytecode is.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -6,8 +6,6 @@ writes build/release.json: commit, and for each part command, result and seconds
 is in build/release/PART.log. The exit status is 1 unless every part passed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """A part of the release gate passes if its command does, and nothing that can be had was absent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.kit.rows import each_row

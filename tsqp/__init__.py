@@ -1,7 +1,5 @@
 """For people: command line, Python API, demo, training of the demo model, reports."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

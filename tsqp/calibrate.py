@@ -25,8 +25,6 @@ Last, the integer product of some rows is compared with the float one: int8 weig
 per output cannot hold a model whose outliers were moved into them, and that must not go unseen.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The masks and policies that there are, as their own files describe them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeVar, get_args

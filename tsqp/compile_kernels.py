@@ -3,8 +3,6 @@
 Named in pyproject.toml; setuptools alone compiles the files of an extension one after another.
 """
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -5,8 +5,6 @@ As a script, it becomes the program that it is given, which Linux then ends with
 runs nothing of ours between fork and exec, where a lock of another thread might never be released.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """What only an extra installs: a missing one is said in one line, before any work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

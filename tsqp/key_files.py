@@ -4,8 +4,6 @@ A secret key is one line of text, whichever way it comes: a word that says its k
 hexadecimal digits.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -20,8 +20,6 @@ The library's HTTP server is enough, and needs no extra. What it lacks is here: 
 connections, each of which has a thread, and for the time of each as a whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

@@ -3,8 +3,6 @@
 `protocol.model.manifest` and `protocol.model.sealed` have the formats.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -4,8 +4,6 @@ A preflight reads files and asks services for what they hold. It sends nothing o
 pad, and changes nothing.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tables for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import rich.box

@@ -9,8 +9,6 @@ Which of a list is fastest depends on the matrix and the GPU, so each shape trie
 lists are those of a prototype on an H100.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -15,8 +15,6 @@ from elsewhere goes through a workspace's host memory.
 `CudaKernels` finds out at the start whether int8 products in place are those that are copied.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

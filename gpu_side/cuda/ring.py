@@ -16,8 +16,6 @@ Run by Triton's interpreter and compiled for sm_80 and sm_90, never run on a GPU
 here alone: it comes with torch for CUDA, and is not installed beside torch for a CPU.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -3,8 +3,6 @@
 Where torchrun has not, it starts their processes, which end when it ends.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -10,8 +10,6 @@ message; a longer payload follows in a tensor of its own. Results have sizes tha
 and go without a header, from the device of the product.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@
 (`protocol.channel`). A service replaces and removes the file of its own socket, and no live one's.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -9,8 +9,6 @@ writes into it, the file keeps its size: nothing is missing when the service tou
 the operator does not truncate it.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import select

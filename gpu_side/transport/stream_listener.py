@@ -7,8 +7,6 @@ The listener drops clients that send malformed frames, and clients that hold buf
 unfinished message while others wait for it.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import time

@@ -22,8 +22,6 @@ A client begins in ZMTP 3 with a greeting of 64 bytes, then a command READY with
 (RFC 23), where it may name itself. In versions 1 and 2 it names itself elsewhere: they are refused.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

@@ -7,8 +7,6 @@ in by the ZAP handler there, and each message is taken only from a client that i
 stands then. Without keys clients come through the doorway there.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

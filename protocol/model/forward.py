@@ -17,8 +17,6 @@ Behind it is RoPE, whose frequencies are equal to those of
 depend on how long the sequence is; the others ignore it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

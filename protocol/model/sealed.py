@@ -17,8 +17,6 @@
 A chunk is checked before a byte of it is used. Plain bytes are in memory alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

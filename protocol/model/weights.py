@@ -11,8 +11,6 @@ Both sides derive them from the same checkpoint with the same float32 operations
 the same integers bit by bit.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.prot
 what they pass.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -7,8 +7,6 @@ Sources: Linux, "configfs-tsm-report" (Documentation/ABI/testing) and <linux/sev
 "SEV-ES Guest-Hypervisor Communication Block Standardization" (56421), the table of certificates.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import struct

@@ -15,8 +15,6 @@ Source: DMTF, "Security Protocol and Data Model (SPDM) Specification" 1.1 (DSP02
 GET_MEASUREMENTS and MEASUREMENTS; TCG, "DICE Attestation Architecture", the firmware's digest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -20,8 +20,6 @@ behind it 64 bytes: the Ed25519 signature of a domain tag and that record, by th
 is left out, put in or moved shows.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 

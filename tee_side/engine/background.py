@@ -5,8 +5,6 @@ who was served least. What a step gives is handed to the event loop in
 one call, whatever the number of requests. Pads are made in the background, as the load allows.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import traceback

@@ -3,8 +3,6 @@
 A run that reads no conversation does not import it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping

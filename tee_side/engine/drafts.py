@@ -3,8 +3,6 @@
 Source: github.com/apoorvumang/prompt-lookup-decoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 # Of the runs. One token is found nearly everywhere, and rarely followed by the same.

@@ -4,8 +4,6 @@ Reuse shows in the time to the first token: whoever shares an entry can test wha
 So entries are of one owner and salt, and never found by another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

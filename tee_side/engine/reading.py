@@ -1,7 +1,5 @@
 """What is wanted besides a continuation: log-probabilities, or the embedding of a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

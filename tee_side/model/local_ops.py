@@ -5,8 +5,6 @@ rows beside it, on how a prompt is cut, or on the number of threads. Shape suffi
 `protocol.model.forward`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -8,8 +8,6 @@ run was assembled, so that a call costs nothing more than the call. Shape suffix
 `protocol.model.forward`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

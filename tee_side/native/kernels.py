@@ -8,8 +8,6 @@ units in the last place: RMSNorm and attention sum in another order.
 Then what happens around a product of integers: one pass before it, one pass after it.
 """
 
-from __future__ import annotations
-
 import torch
 
 from protocol import native

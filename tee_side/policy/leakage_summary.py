@@ -1,7 +1,5 @@
 """What a policy gives away, in the one line that is printed before anything runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

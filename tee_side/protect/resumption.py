@@ -6,8 +6,6 @@ and says so in its log, a moment after the VM runs again. It tells programs in n
 message to them came with 6.8 and was taken back with 6.9. What remains: docs/threat-model.md.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import threading

@@ -5,8 +5,6 @@ evidence is new, of a nonce of ours. Its claims name the key of the link that it
 link is encrypted with it: what else copies the evidence can neither read nor answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime
 

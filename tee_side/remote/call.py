@@ -10,8 +10,6 @@ again it waits for the reply, and goes on. Driving several in turns is all there
 no threads, no locks, and always the same order.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import types

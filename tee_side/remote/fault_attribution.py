@@ -6,8 +6,6 @@ the call. Services at fault are asked no more in this run. A service must not ga
 TEE from finding out: where that fails, every service that answered is asked no more.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

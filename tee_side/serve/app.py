@@ -4,8 +4,6 @@
 plain functions, which the framework runs in threads: a long prompt takes long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

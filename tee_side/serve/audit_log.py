@@ -17,8 +17,6 @@ The host can cut whole records off the end, or put an old copy back: the file al
 it. `records` and `chain` do, compared with values that were noted elsewhere.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

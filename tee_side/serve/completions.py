@@ -5,8 +5,6 @@ of each input, with a length of one. It is a plain function, which the framework
 as the others do what takes long: a long prompt does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 A request goes from its admission to the last byte, or to the client's leaving.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ And the one form of every error that leaves the server:
 Nothing in it is the client's own words: they may be the prompt, and errors are logged by clients.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -22,8 +22,6 @@
 The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
 """
 
-from __future__ import annotations
-
 import secrets
 import struct
 from collections.abc import Iterable

@@ -15,8 +15,6 @@ A request is answered once, and a repeated one is refused:
   so a server that starts again opens none of the requests before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time

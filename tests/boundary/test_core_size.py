@@ -1,7 +1,5 @@
 """The trusted core and what an RPC calls only become smaller; the experiments stay outside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ What the kernel has not taken waits in the TEE's memory while the forward pass g
 memory written to, or given to another tensor, the service would read what was never masked.
 """
 
-from __future__ import annotations
-
 import fcntl
 import queue
 import socket

@@ -1,7 +1,5 @@
 """Tests of the boundary in the code: what the three packages load, and what they never call."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

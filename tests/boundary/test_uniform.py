@@ -5,8 +5,6 @@ fails once in forty thousand runs (24 p-values at 1e-6). The same tests must fai
 in the clear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """The one contract suite that every mask passes: built-in ones, and files of a user's own."""
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Float policies give transformers' tokens, and its logits within `POLICY_LOGITS`.
 give the tokens and the bits of `quantized-clear`, which is the same arithmetic without masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every transport does, however it carries the bytes: a real channel to a real listener."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

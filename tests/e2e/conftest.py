@@ -1,7 +1,5 @@
 """One real gpu-service with the demo model for all end-to-end tests, and its reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A server that proves what it runs, and clients that ask it: real processes, simulated TEE."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A runner that sends nothing to a service that has not proved what it is: real processes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Bad input to the programs: one line that names it, exit status 2, no traceback."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What clients get of a real `tee-runner serve`: OpenAI's SDK, TLS, keys, signals."""
 
-from __future__ import annotations
-
 import json
 import signal
 import ssl

@@ -1,7 +1,5 @@
 """What `tee-runner generate` and `chat` print and save; tokens under policies: test_policies."""
 
-from __future__ import annotations
-
 import json
 import re
 import stat

@@ -4,8 +4,6 @@ Its operators go to a gpu-service of the host over vsock. Emulation measures not
 simulated evidence repeats what `tsqp image run` computed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

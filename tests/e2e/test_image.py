@@ -1,7 +1,5 @@
 """A small image: built twice it is the same, it starts, and it says that it was resumed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

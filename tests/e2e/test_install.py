@@ -1,7 +1,5 @@
 """What `pip install .` brings: the four packages with their data, and nothing else."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

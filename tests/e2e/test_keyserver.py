@@ -1,7 +1,5 @@
 """A sealed model's key by attestation: `tsqp keyserver` and `tee-runner serve`, real processes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

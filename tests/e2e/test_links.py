@@ -1,7 +1,5 @@
 """Real processes say the same over every link: a socket, a device's memory, HTTP behind a proxy."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

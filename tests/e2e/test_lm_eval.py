@@ -1,7 +1,5 @@
 """lm-evaluation-harness against a real server: the numbers that it gets from transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

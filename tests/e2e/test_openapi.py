@@ -1,7 +1,5 @@
 """The server keeps what its openapi.json promises, whatever is sent: by schemathesis."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

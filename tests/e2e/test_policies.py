@@ -3,8 +3,6 @@
 Every policy, in one process: tests/contract/test_policies.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README's worked example does what it says: its commands, and its Python against their server."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tee-runner reads a sealed model: the same tokens, nothing plain on a disk, and typed refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

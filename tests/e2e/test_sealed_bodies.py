@@ -1,7 +1,5 @@
 """An OpenAI client behind a proxy that ends TLS: the proxy reads and changes no word of it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Settings from the command line, the environment and a TOML file; help and completion."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -3,8 +3,6 @@
 Nothing of ours is imported here but the helpers that save a model and start the real process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

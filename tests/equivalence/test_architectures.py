@@ -1,7 +1,5 @@
 """All architectures, under all policies of one operator a request, give transformers' logits."""
 
-from __future__ import annotations
-
 import json
 from itertools import cycle, product
 from pathlib import Path

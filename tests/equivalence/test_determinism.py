@@ -1,7 +1,5 @@
 """Under integer policies a request gives the same bits, whatever runs beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, product

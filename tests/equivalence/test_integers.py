@@ -1,7 +1,5 @@
 """Integer policies compute, at every site, what int64 arithmetic does; and nothing ever wraps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

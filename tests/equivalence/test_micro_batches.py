@@ -1,7 +1,5 @@
 """Into how many micro-batches a step is cut does not change what comes out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle, product
 from typing import Any

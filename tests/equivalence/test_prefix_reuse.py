@@ -1,7 +1,5 @@
 """What was kept of earlier requests, or comes of another sample's prompt, changes no bit."""
 
-from __future__ import annotations
-
 import torch
 
 from tee_side.engine.engine import Engine, EngineSettings

@@ -1,7 +1,5 @@
 """Whole layers at a service that keeps the KV cache: transformers' numbers, whatever gets lost."""
 
-from __future__ import annotations
-
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any

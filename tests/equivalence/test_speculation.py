@@ -1,7 +1,5 @@
 """Guessed tokens change how many steps an answer takes, and no bit of it under integers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 The logits of the random models have a standard deviation of about 1.5.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

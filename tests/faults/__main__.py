@@ -9,8 +9,6 @@ for growth of memory, and is no result; what fuzzing finds joins the corpus. The
 a row fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

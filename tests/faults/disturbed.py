@@ -1,7 +1,5 @@
 """Sessions of the demo model whose services are killed or stopped in the middle of a generation."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """The rows of the scorecard in its order, what was found of them on disk, and as a page."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from datetime import UTC, datetime

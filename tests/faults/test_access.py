@@ -4,8 +4,6 @@ The row has clients with every kind of key ask at once. They are raw sockets, so
 own client refuses before the service does.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import socket

@@ -4,8 +4,6 @@ The output must be that of the undisturbed run, or one typed error must come; an
 ever get the other share, whatever fails.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -4,8 +4,6 @@ Nothing here takes an hour, which every deadline is: what is noticed, heartbeats
 what a stream has in their place.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable

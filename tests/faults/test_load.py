@@ -4,8 +4,6 @@ Sessions side by side are a crowd: runners with a thread each, in a process of t
 run. What each generates is compared with what the model says to it.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import threading

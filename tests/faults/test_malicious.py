@@ -5,8 +5,6 @@ compute and lie once a step. Whatever the lie is, a step ends with the right log
 with an error in which this lie may end, and the next one is right again.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

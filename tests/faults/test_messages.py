@@ -1,7 +1,5 @@
 """Bad messages to a real gpu-service: each gets a code, and others go on. And the fuzz row."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Row: spoilt model directories, read as either side does: refused soon, in little, by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

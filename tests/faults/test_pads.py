@@ -1,7 +1,5 @@
 """No pad twice: not after a crash between any two system calls, a power loss, or kill -9."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

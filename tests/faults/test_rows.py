@@ -1,7 +1,5 @@
 """The short run of every row of the scorecard, and the page that is made of the long ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.row import Row

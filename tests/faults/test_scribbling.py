@@ -4,8 +4,6 @@ It has to be a process: in this one the interpreter's lock would let nobody writ
 copy. What is written, and where, is drawn; it goes on until it is closed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

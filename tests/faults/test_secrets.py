@@ -6,8 +6,6 @@ looked for. Then one of each kind of secret is put into each place and looked fo
 found then could not have been found before.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

@@ -4,8 +4,6 @@ with services that are killed under its streams.
 Whatever else goes on, an answer is the one that the server gave to the same request alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -3,8 +3,6 @@
 And their shared memory, when clients are killed that use it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ Adds what is new to the corpus, and to the number of executions. Prints every ca
 pass, as a line of the corpus; the exit status is 1 if there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -10,8 +10,6 @@ names left out, or the kind of message that was read. Of cases with one outcome 
 found since. A kept case is a line, its parts in base64.
 """
 
-from __future__ import annotations
-
 import base64
 import re
 import resource

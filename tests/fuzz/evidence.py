@@ -4,8 +4,6 @@ Leaves of certificates are read as if every signature were right, so that what l
 reached.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache, partial
 from typing import Any

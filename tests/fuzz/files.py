@@ -5,8 +5,6 @@ is written once. Where a file is authenticated, a second target seals what it ch
 lies behind the seal is reached as well.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every target, and how a fuzzing run is divided between them and between processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

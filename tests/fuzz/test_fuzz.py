@@ -1,7 +1,5 @@
 """That the fuzzer finds what it looks for; the kept cases are read by the row `fuzz` of faults."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -4,8 +4,6 @@ What decodes is looked into as well: its tensors become torch tensors, and encod
 as the same message. The runner acts on an Init reply, the service on a request.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Callable, Sequence

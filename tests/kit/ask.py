@@ -1,7 +1,5 @@
 """Requests for operators, of tensors; what a service in this process answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Whatever imports `check_kernels` in a process that is forked finds one that has passed.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import torch

@@ -8,8 +8,6 @@ client   from the beginning of `carry_out` to its end, where a socket sends in i
 service  from one reply's send to the next one's, the total divided by the number of requests
 """
 
-from __future__ import annotations
-
 import dis
 import json
 import subprocess

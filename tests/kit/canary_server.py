@@ -4,8 +4,6 @@ Prompts and answers, as text and as token ids; what the model's layers read; key
 bank, and the vectors that results are verified with. `PLACES` are where they are looked for.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

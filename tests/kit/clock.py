@@ -1,7 +1,5 @@
 """A request loop without sockets: messages that a test hands it, on a clock of the test's."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -4,8 +4,6 @@ A code line has something on it that is no comment and no docstring. What counts
 our packages that a shielded run imports, the real command with a real service over a unix socket.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import tempfile

@@ -6,8 +6,6 @@ For tests and rows of real processes. What the model says is computed in this pr
 service in it that is well: integers leave no room for rounding.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Genuine evidence of hardware (tests/vectors), and an attested server of a simulated TEE."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -9,8 +9,6 @@ It does what Linux does (drivers/virt/coco, fs/configfs), without hardware and w
 - each call can be told to fail, and another writer to come in between (`faults`, `intrusions`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import io

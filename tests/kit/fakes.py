@@ -1,7 +1,5 @@
 """Services that are lost, refuse and come back as a test says, without processes or sockets."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Images of a guest and packages of Debian unstable, for tests that build and start guests."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reverse proxies before a server: one ends TLS, one buffers as serverless hosts do."""
 
-from __future__ import annotations
-
 import ssl
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A log of the kernel to say things in: as /dev/kmsg, one record a read, and no wait."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 

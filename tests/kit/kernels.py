@@ -5,8 +5,6 @@ full once a process, or once in the process that the others are forked from; and
 kernels than it was passed with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache

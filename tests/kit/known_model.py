@@ -1,7 +1,5 @@
 """For schemathesis: requests name the model that is served, or they would end with 404 early."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import schemathesis

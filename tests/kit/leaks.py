@@ -1,7 +1,5 @@
 """Sessions as services get them, recorded, planted or drawn, and what attacks read of them."""
 
-from __future__ import annotations
-
 import os
 import random
 import secrets

@@ -4,8 +4,6 @@ It answers as gpu-service does, over the same listeners, with keys or without. `
 one of the next requests; everything else is answered rightly, with what it kept for later before.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

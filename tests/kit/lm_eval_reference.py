@@ -5,8 +5,6 @@
 Writes FOLDER/results.json: for each run its metrics, and what was answered to each request.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ does: in float32 by float32 weights, or in int32 modulo 2^32 by int8 weights. Un
 it runs two layers, and the LM head behind them.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The text of docs/masks.md: `python -m tests.kit.masks_page FILE` writes it (`make docs`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from pathlib import Path

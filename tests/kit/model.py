@@ -1,7 +1,5 @@
 """Real processes, small random models and free endpoints for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

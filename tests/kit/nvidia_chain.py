@@ -1,7 +1,5 @@
 """Certificates and reports as a GPU of NVIDIA's has them, by a root of our own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

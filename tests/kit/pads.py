@@ -1,7 +1,5 @@
 """Pads of a layout of two sites, weights for it, and what is right: u = r W mod 2^32."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A small server for the tests of the chat page: a real runner, behind the few paths it needs."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -4,8 +4,6 @@ A kernel that stops answering cannot be had without privileges: `half_open` is a
 a connection that stays open, whose bytes are not read and whose other end has gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine

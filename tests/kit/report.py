@@ -1,7 +1,5 @@
 """A report of `tsqp bench` that was really measured: the one that docs/benchmarks.md quotes."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One case for all rows of a table, where each takes less time than a case of its own."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@
 `run`: one to its end, `call`: the same in this process; `FreshPython`: Python without any of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Peers of shared memory: what they hand over, and write where."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -5,8 +5,6 @@ all the same. The keys are the same in every run, and nothing is a secret: to ma
 bits takes seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

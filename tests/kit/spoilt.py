@@ -1,7 +1,5 @@
 """Model directories that are spoilt in every way, and good ones that look odd."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Run by an environment in which nothing but the wheel is ours: its kernels load, and are right."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

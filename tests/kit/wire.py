@@ -1,7 +1,5 @@
 """Raw sockets and hand-made messages, which nothing of ours encodes, and a scripted channel."""
 
-from __future__ import annotations
-
 import errno
 import math
 import socket

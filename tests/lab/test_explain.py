@@ -1,7 +1,5 @@
 """`tsqp explain`: equal to the traffic of real runs, and complete for every policy."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

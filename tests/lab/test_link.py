@@ -1,7 +1,5 @@
 """Tests of the modelled link, over a channel that answers at once and on a clock of the test's."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

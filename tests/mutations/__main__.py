@@ -1,7 +1,5 @@
 """The command: try every mutation, and say which of them no test noticed."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -4,8 +4,6 @@ A script, to load nothing of ours before a fork. Reads a line of JSON with `argu
 and the file for its `output`, and answers with pytest's exit status.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

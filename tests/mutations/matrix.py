@@ -3,8 +3,6 @@
 A function that is the only one to notice a mistake stays; one that is never the only one may go.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import defaultdict

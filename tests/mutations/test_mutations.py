@@ -1,7 +1,5 @@
 """The table fits the tree, and what does not is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiles C++ of the package, or about it, with the package's own options."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@
 own options, but less optimised, and must end without a report; its deliberate faults must not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

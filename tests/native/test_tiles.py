@@ -1,7 +1,5 @@
 """Products and attention by AMX tiles; emulated, as no processor here has them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Properties of the wire: what is sent is what is read, and noise is a ProtocolError at most."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from itertools import product, repeat

@@ -8,8 +8,6 @@ and no service saw both shares of anything.
 Only the sockets and the clock are not real: a wait for what does not come is over at once.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

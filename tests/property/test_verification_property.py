@@ -1,7 +1,5 @@
 """For any weights, inputs and errors: a right product passes, and a wrong one does not."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

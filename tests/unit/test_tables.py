@@ -1,7 +1,5 @@
 """A case that goes through a table: all rows run, and each that fails is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

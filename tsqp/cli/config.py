@@ -8,8 +8,6 @@ The file's table `[tee-runner]`, `[gpu-service]` or `[tsqp]` goes before its oth
 program. A name that another command has is ignored, and one that no command has is refused.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

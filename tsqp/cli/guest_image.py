@@ -1,7 +1,5 @@
 """`tsqp image` and `tsqp measure`: the guest image of a confidential VM, and its measurement."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`tsqp`: demo, doctor and the other commands for people."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import NoReturn

@@ -4,8 +4,6 @@ How a machine, a service and a server's log stand; by what runners, services and
 other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

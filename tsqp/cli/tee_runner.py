@@ -1,7 +1,5 @@
 """`tee-runner`: run the forward pass in the TEE and generate text."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import click

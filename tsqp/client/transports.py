@@ -10,8 +10,6 @@ among them:
 The claims are those of an appraisal that passed. `tee_side.serve.sealed` has the format.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Iterator

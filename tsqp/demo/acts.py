@@ -1,7 +1,5 @@
 """The acts of the demo, one after another, and what comes after them."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

@@ -4,8 +4,6 @@ They are compared with transformers, and with integers without a mask. All that 
 terminal of 80 columns, and is plain text where there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

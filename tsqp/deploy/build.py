@@ -3,8 +3,6 @@
 A directory tree keeps what an image needs: no shell login, no package manager, no traces.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

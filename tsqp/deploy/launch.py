@@ -7,8 +7,6 @@ Sources: QEMU's documentation of `sev-snp-guest`, of confidential guests and of 
 EPYC-v4 from there on.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

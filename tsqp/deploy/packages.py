@@ -3,8 +3,6 @@
 Every program that a build runs has an environment that is the same on every machine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Their tensors, how even their bytes are, which tokens vocabulary matching recove
 chance recovers as many.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -35,8 +35,6 @@ after a reboot the bank opens no more and has to be made anew; never copy the fi
 sees when pads are used, and how many.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from concurrent.futures import Future

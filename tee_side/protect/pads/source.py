@@ -6,8 +6,6 @@ weights for other reasons, one at a time is read from the model directory, quant
 with, and dropped: that costs six times the product for 32 tokens, and half of it for 512.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping

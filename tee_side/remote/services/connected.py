@@ -1,7 +1,5 @@
 """All services of a run: connected, checked, and found by layer."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ Waiting goes by `time.monotonic` and ends with the request's own deadline, howev
 were asked.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

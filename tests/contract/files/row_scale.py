@@ -1,7 +1,5 @@
 """A mask of a user's own, as a file: every row scaled by a factor of its own."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """`tsqp bench` with real processes: it counts what explain counts, and leaves nothing behind."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run is checked before anything is made, and what it measured is reported whatever ends it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The process that measures: each case as often as the plan says, and where its time went."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small model, once for all tests of the laboratory."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Each attack reads what its mask leaves, to the last token, and claims nothing of uniform rows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run refuses what cannot work, believes no attack that fails where it must work, and goes on."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

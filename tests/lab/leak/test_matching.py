@@ -1,7 +1,5 @@
 """Matchers and searches find what stays of a row; noise and pads hide the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Readings are counted as they should be, and what counts as read is beyond luck."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

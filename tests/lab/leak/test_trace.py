@@ -1,7 +1,5 @@
 """Bytes are read as a service reads them, and cut into the forward passes that they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From what a few layers and a machine were measured to cost to what the whole model would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

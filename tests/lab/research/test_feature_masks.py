@@ -1,7 +1,5 @@
 """Masks of features and of noise: bound to their randomness, of the size that was asked for."""
 
-from __future__ import annotations
-
 import math
 from itertools import repeat
 

@@ -3,8 +3,6 @@
 Under every mask: tests/contract/test_masks.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the server gets, what it does not get, and that a failed run leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 The kernels themselves are in test_ring: here a stand-in computes their products.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

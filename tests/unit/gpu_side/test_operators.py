@@ -1,7 +1,5 @@
 """What the service computes, and everything that it refuses to compute."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import msgpack

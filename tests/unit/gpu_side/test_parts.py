@@ -1,7 +1,5 @@
 """A service that holds a part of a model, layers or columns: what it loads, says and answers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

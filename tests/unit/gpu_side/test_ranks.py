@@ -3,8 +3,6 @@
 In `make test` the ranks are threads of one process; as processes, with gloo, they take minutes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The request loop without sockets: its order, accelerators, too many requests, and its end."""
 
-from __future__ import annotations
-
 import logging
 import math
 import select

@@ -6,8 +6,6 @@ rows or `fetch`, whether it works in place, the instruction of tensor cores, and
 result and a barrier of the block.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

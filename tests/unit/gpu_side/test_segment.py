@@ -3,8 +3,6 @@
 Every architecture, bfloat16 and steps of a batch are compared in tests/equivalence/test_segments.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a service holds, when it does not start, and what signals do to it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource

@@ -1,7 +1,5 @@
 """Sessions: each client's own, within limits of memory and time, and encrypted while on disk."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

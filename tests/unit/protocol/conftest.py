@@ -1,7 +1,5 @@
 """Both ends of a stream."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Key files and allow-lists: what is written, read and refused, and which endpoints need keys."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Endpoints: which are refused, and which are for binding only."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

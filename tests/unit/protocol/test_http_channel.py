@@ -1,7 +1,5 @@
 """A channel over HTTP: servers and proxies that answer anything but a reply."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading

@@ -3,8 +3,6 @@
 And compiled kernels: which are chosen, that a wrong or broken one is not, what threads share.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator

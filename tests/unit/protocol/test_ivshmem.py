@@ -1,7 +1,5 @@
 """Memory of a VM's device, of which each end maps a file: what either takes for a segment."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -3,8 +3,6 @@
 That all of them are read as they were sent is in `tests/property/test_encoding_property.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, get_args
 

@@ -5,8 +5,6 @@ code takes a reply only where decoding it would say the same (`tests/fuzz/wire.p
 Python that does it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path

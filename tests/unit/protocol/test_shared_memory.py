@@ -1,7 +1,5 @@
 """The segment that both ends map: what a service takes for one, and how messages lie in it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct

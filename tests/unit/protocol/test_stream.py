@@ -3,8 +3,6 @@
 What it has in common with the other transports is in `tests/contract/test_transports.py`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -3,8 +3,6 @@
 What it has in common with the other transports is in `tests/contract/test_transports.py`.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Model directories to change."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

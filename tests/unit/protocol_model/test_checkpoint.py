@@ -1,7 +1,5 @@
 """Safetensors files: damage is found before a weight is read, and named by file and tensor."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

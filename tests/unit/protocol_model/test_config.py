@@ -3,8 +3,6 @@
 A refusal names the file and the field; no link leads out, and nothing is read without an end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

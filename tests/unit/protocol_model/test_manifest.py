@@ -1,7 +1,5 @@
 """A manifest pins every byte that is read: nothing else is handed out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A sealed directory reads as the plain one, or not at all: cut, mixed, old or changed."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

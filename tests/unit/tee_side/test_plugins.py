@@ -1,7 +1,5 @@
 """Masks and policies of a user's own: files and installed packages, checked, named and refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import repeat

@@ -1,7 +1,5 @@
 """The runner: several generations in turns, what it loads, what it refuses before starting."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An appraisal policy, once for all tests of clients and of the key server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tee_side.attest.appraisal import AppraisalPolicy

@@ -1,7 +1,5 @@
 """What a program claims is what runs, and evidence for one reader is none for another."""
 
-from __future__ import annotations
-
 import hashlib
 from base64 import b64encode
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """How scales are chosen, what is refused, and the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

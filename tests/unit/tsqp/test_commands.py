@@ -1,7 +1,5 @@
 """Commands that make, show and ask: `tsqp api-key`, `audit`, `seal`, `health`; and `chat`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

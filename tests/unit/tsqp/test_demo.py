@@ -1,7 +1,5 @@
 """What the demo shows was measured on the wire, and its verdict can be negative."""
 
-from __future__ import annotations
-
 import torch
 
 from tee_side.engine.tokenizer import Tokenizer

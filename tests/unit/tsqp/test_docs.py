@@ -1,7 +1,5 @@
 """Links lead somewhere; the README is short; masks.md and policies.md are what the code says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

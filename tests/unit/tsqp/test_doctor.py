@@ -1,7 +1,5 @@
 """`tsqp doctor MODEL`: each thing that a run lacks is named, with the command that makes it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which token of --http-token goes to which URL of --gpu."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

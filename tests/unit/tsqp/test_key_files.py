@@ -1,7 +1,5 @@
 """Secret keys of models and audit logs: files, descriptors, a command; never in a message."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

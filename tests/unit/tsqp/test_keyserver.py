@@ -1,7 +1,5 @@
 """A model's key goes to programs that prove what they run; whom it is asked of is not believed."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A model in Python: what comes back, and by which names."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tsqp manifest`, and what `tee-runner` takes of it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

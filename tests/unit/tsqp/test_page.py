@@ -1,7 +1,5 @@
 """The page shows what crossed for its own last answer, and of no other's; it loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

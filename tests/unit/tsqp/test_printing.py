@@ -1,7 +1,5 @@
 """What is shown is decoded and written by a thread of its own, by the clock and not by tokens."""
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Children end with their parent, and get no settings of ours."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """How the programs end: signals, errors that nobody foresaw, output that cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`tsqp receipt`: who signed an answer, which bytes it had, and what is missing between two."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

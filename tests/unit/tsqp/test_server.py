@@ -1,7 +1,5 @@
 """`tee-runner serve` says what is wrong with its settings first, and of its mistakes no word."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

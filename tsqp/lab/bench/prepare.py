@@ -4,8 +4,6 @@ Models and banks of pads are made in processes of their own, so that their memor
 with what is measured.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

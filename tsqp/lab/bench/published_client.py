@@ -16,8 +16,6 @@ and those between are interpolated, as each pass costs what its length costs. Si
 the vocabulary's from the LM head's reply.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from contextlib import closing

@@ -4,8 +4,6 @@ Every policy is measured by a process of its own (`tsqp.lab.bench.worker`), as a
 What is there when a run is interrupted is reported as far as it goes.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress

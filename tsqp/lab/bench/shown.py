@@ -3,8 +3,6 @@
 The page needs nothing but itself: no network, no script.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any

@@ -1,7 +1,5 @@
 """What a report says: cases by operator, layer and stage, comparisons, growth, and conclusions."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

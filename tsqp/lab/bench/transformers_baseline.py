@@ -10,8 +10,6 @@ each of `--context` (default: the shortest of these prompts). Only the last toke
 computed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

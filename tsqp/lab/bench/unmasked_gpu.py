@@ -8,8 +8,6 @@ config.json is read; weights are random. On CUDA a step is one graph, replayed; 
 tests, it is run as it is. Prints a list of `tsqp.lab.bench.model.Baseline` as JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

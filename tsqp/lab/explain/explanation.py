@@ -3,8 +3,6 @@
 `explain` works it out, and `show` prints it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Container, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ Controls come from the same run: an attack that reads nothing here must read at 
 share where it is known to work, or its row says that it did not work.
 """
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 import time

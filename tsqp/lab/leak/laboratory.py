@@ -1,7 +1,5 @@
 """Runs the laboratory: checks settings, cuts prompts, attacks policies, measures costs, reports."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

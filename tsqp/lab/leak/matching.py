@@ -7,8 +7,6 @@ among all tokens suffices; deeper, a search runs candidates behind what it has r
 (vocabulary matching: arXiv 2505.18332).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

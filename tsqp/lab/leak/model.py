@@ -3,8 +3,6 @@
 Rates are shares of tokens, 0 to 1; every rate comes with its n. Intervals are Wilson's at 95 %.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from statistics import NormalDist

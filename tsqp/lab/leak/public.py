@@ -4,8 +4,6 @@ Shape suffixes: N candidates for one token, I in_features, D hidden size, V voca
 heads, K key/value heads, G query heads a key/value head, C head dim, S tokens before, L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial

@@ -1,7 +1,5 @@
 """Scores what an attack read against what was said, and noisy logits against plain ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

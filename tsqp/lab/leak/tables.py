@@ -3,8 +3,6 @@
 No rate is shown without its n, and none of an attack that does not work where it must.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tsqp.lab.leak.model import AttackRun, Curve, LeakReport, PolicyLeak, Rate, Score

@@ -3,8 +3,6 @@
 Nothing else is known to an attack. A trace is one session: the requests of one prompt, in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 Everything is checked before anything is made or measured.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -5,8 +5,6 @@ A step is played through: one thread of the TEE that gives each lane its turn as
 `tsqp.link`, and services that answer one request after another.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence

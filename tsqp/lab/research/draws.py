@@ -1,7 +1,5 @@
 """What masks draw beside ring elements and normal numbers, all from the generator that they get."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Permutations, and rotations with Gaussian noise if it is asked for, of single si
 layers. A rotation of a long axis costs O(size x block): it is a permutation, then blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, ClassVar

@@ -5,8 +5,6 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 `protocol.model.forward`; B heads, and M, J, N for the product [B, M, J] x [B, J, N].
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Literal, cast

@@ -7,8 +7,6 @@ TEE, and the real ones beside outputs would tell how the outputs are mapped. A s
 server computes whole layers: it gets each of their tensors, and the LM head where that leaves.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Masks of single calls: rows are shuffled, mixed or rotated among each other, or get noise."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import torch

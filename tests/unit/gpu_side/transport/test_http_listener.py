@@ -1,7 +1,5 @@
 """The service's end of HTTP: tokens, limits, bad bodies and slow clients."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import http.client

@@ -1,7 +1,5 @@
 """The listening end of a stream: its address, and clients that are slow, greedy or too many."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

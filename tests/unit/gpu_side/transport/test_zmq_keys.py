@@ -1,7 +1,5 @@
 """Tests of keys on ZeroMQ's connections: who is let in, who is cut off, and what each is told."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """AMD's chain: what is accepted, and a refusal for each thing that may be wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta

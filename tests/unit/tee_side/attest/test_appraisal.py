@@ -1,7 +1,5 @@
 """Tests of the appraisal: each step has a value that passes and one that fails, with both told."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Mapping

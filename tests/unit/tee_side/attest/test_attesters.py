@@ -1,7 +1,5 @@
 """Evidence is asked for as Linux has it; what a device does wrong is an EvidenceError."""
 
-from __future__ import annotations
-
 import errno
 import struct
 from collections.abc import Callable, Sequence

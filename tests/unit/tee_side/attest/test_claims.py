@@ -1,7 +1,5 @@
 """Claims, evidence, statements and receipts as bytes: one encoding, every byte of it checked."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Reports, made and genuine: what they say, who signed them, and which processor they are about."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Evidence of a GPU and quotes of TDX are accepted as they were signed, and by no change."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Requests of many threads get what they would get alone, and each ends once, whatever happens."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator

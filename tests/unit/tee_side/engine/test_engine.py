@@ -1,7 +1,5 @@
 """When generation ends, what is read, which requests are refused, what each takes of memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Whatever a model says, the text follows its grammar; what cannot be compiled is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import traceback

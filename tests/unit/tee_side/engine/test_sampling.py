@@ -1,7 +1,5 @@
 """Sampling keeps the tokens, and gives them the probabilities, that transformers would."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

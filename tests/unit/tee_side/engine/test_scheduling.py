@@ -1,7 +1,5 @@
 """Which request is next, which rows and pads a step has, and on whose operators it runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Text in and out: as it comes, never taken back; chat templates equal transformers'."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

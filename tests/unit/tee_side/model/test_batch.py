@@ -1,7 +1,5 @@
 """A flat batch and how it is cut; the KV cache counts what was committed, and no more."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import weakref

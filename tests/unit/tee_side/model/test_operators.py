@@ -1,7 +1,5 @@
 """The local operators against their formulas, with the weights that the policy keeps in the TEE."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

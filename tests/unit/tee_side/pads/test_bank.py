@@ -1,7 +1,5 @@
 """A bank on disk: opens for its own key, model and layout, in its place; no change goes unseen."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

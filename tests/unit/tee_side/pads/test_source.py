@@ -1,7 +1,5 @@
 """Pads undo the mask exactly, are handed out once, for one input; what if none are left."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

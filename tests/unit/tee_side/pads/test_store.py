@@ -1,7 +1,5 @@
 """What every store promises: each index once, each pair once, the right u, space recycled."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

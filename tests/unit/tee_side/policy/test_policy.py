@@ -1,7 +1,5 @@
 """Placement policies: what loads, where operators are placed, and what is refused, by field."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any

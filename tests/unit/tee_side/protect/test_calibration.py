@@ -1,7 +1,5 @@
 """Activation scales and their file, biases, and a site under pads in two passes: nothing wraps."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator

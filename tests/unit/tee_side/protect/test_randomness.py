@@ -1,7 +1,5 @@
 """Generators have their distributions, no copy repeats them; what masks send is checked."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

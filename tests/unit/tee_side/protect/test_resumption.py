@@ -1,7 +1,5 @@
 """A VM that was resumed from a snapshot: the kernel's own word for it, and no other's."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -1,7 +1,5 @@
 """The exact check, and where it stands: honest products pass, wrong ones do not."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Services without sockets, on a clock that stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is asked of services, and taken from them, at every operator; plans and packages."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Services that stand in for each other: at the start, which is asked, and what is raised."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import permutations

@@ -1,7 +1,5 @@
 """Results that are refused: which services are asked no more, and for how long others are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import product, repeat

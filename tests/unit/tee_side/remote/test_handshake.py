@@ -1,7 +1,5 @@
 """A service that holds another model, or proves nothing, is noticed before it is asked."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import replace

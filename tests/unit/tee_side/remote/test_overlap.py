@@ -1,7 +1,5 @@
 """Coroutines that wait for replies take turns; what one of them leaves behind is cleaned up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

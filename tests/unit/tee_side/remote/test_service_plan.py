@@ -1,7 +1,5 @@
 """`--gpu`: what may be written, what goes together, and on which links; how large replies are."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

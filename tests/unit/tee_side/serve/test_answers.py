@@ -1,7 +1,5 @@
 """Answers as clients of the APIs expect them: whole, streamed, as vectors or tokens, signed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The sealed log: what is read back, what is noticed, and what a crash or a disk does."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

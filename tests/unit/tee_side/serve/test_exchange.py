@@ -1,7 +1,5 @@
 """From what is asked of the engine to the last byte of an answer, or the client's leaving."""
 
-from __future__ import annotations
-
 import asyncio
 import operator
 import threading

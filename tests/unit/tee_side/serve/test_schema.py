@@ -1,7 +1,5 @@
 """What a client may send is done or refused by its name, and never quoted; who may send it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Sealed requests are answered as plain ones are, once; what was changed on the way is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Keys and their limits, and what accounts for a request in limits, log and metrics: once."""
 
-from __future__ import annotations
-
 import hmac
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A server that does not prove itself gets no byte: by TLS, an HTTP client and a local proxy."""
 
-from __future__ import annotations
-
 import selectors
 import socket
 import ssl

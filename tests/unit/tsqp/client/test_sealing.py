@@ -1,7 +1,5 @@
 """What a client sends is sealed to a key that was proved; a changed answer is an error."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """An image: what goes into it, what is measured of it, and how QEMU starts it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import stat

@@ -1,7 +1,5 @@
 """Units of systemd and containers: hardened, and what they start is ours."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -4,8 +4,6 @@ An attack is a class in a module of this folder, in a package that registers it 
 of `tsqp.attacks`, or in a Python file that is named by its path.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules

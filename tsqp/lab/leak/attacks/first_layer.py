@@ -15,8 +15,6 @@ compared, M keys or rows that may be a token's, R rows, I in_features, B dtypes 
 compute in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar

@@ -8,8 +8,6 @@ Shape suffixes: R rows, N candidates, I in_features, O out_features, V direction
 measured of a row.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 from typing import ClassVar
 

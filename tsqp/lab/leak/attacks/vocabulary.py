@@ -7,8 +7,6 @@ candidates. Whatever mixes the rows of a call leaves the space that they span: t
 compared with that space.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache

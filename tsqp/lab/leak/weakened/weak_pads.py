@@ -1,7 +1,5 @@
 """Pads that are weak on purpose: they show that an attack bites, and must never hide anything."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 import torch
