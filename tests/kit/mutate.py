@@ -5,6 +5,8 @@ the decoding is done. Here what tells a new behaviour from an old one is how it 
 (`tests.fuzz.engine`).
 """
 
+from __future__ import annotations
+
 import json
 import random
 import struct
