@@ -50,10 +50,12 @@ def table(
     return made
 
 
-def definitions(pairs: Iterable[tuple[str | Text, RenderableType]]) -> Table:
-    """Return a list of terms with what they mean, indented behind them."""
+def definitions(
+    pairs: Iterable[tuple[str | Text, RenderableType]], style: str | None = None
+) -> Table:
+    """Return a list of terms, in a style, with what they mean, indented behind them."""
     made = Table.grid(padding=(0, 2))
-    made.add_column(no_wrap=True)
+    made.add_column(no_wrap=True, style=style)
     made.add_column(overflow="fold")
     for term, meaning in pairs:
         made.add_row(term, meaning)

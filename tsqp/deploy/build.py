@@ -178,10 +178,12 @@ def add_units(root: Path) -> None:
     """
     units = root / "etc/systemd/system"
     ours = files("tsqp.deploy") / "guest"
-    for entry in ours.iterdir():
-        if entry.name.endswith((".service", ".mount")):
-            _write(units / entry.name, entry.read_text())
     contents = {
+        f"etc/systemd/system/{entry.name}": entry.read_text()
+        for entry in ours.iterdir()
+        if entry.name.endswith((".service", ".mount"))
+    }
+    contents |= {
         "etc/systemd/network/80-tsqp.network": (ours / "tsqp.network").read_text(),
         "usr/lib/tmpfiles.d/tsqp.conf": (ours / "tsqp.tmpfiles").read_text(),
         "usr/lib/tsqp/start.py": (ours / "start.py").read_text(),
@@ -190,7 +192,8 @@ def add_units(root: Path) -> None:
         "etc/modules-load.d/tsqp.conf": "".join(f"{name}\n" for name in _LOADED),
     }
     for path, content in contents.items():
-        _write(root / path, content)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
     for wants, names in _ENABLED.items():
         (units / wants).mkdir()
         for name in names:
@@ -204,11 +207,6 @@ def add_units(root: Path) -> None:
     (root / "init").symlink_to("usr/lib/systemd/systemd")
 
 
-def _write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-
-
 _ROOT = ("kmod", "python3", "systemd", "udev")
 
 _ROOT_RUNNER = ("libstdc++6",)
@@ -219,8 +217,6 @@ _TOOLS_RUNNER = ("g++", "libpython3-dev", "python3-pip")
 
 # Of zstd: more takes much longer, for a few per cent.
 _LEVEL = 15
-
-Progress = Callable[[str], None]
 
 
 def resolve(
@@ -249,7 +245,7 @@ def build(
     lock: Lock,
     source: Path,
     output: Path,
-    progress: Progress,
+    progress: Callable[[str], None],
     *,
     packages: Sequence[Path] = (),
     jobs: int = 1,
@@ -322,14 +318,11 @@ def _add_kernel(tools: Path) -> str:
     call_inside(
         tools, ["depmod", "--basedir", f"/{modules.parents[2].relative_to(tools)}", release]
     )
-    needed: dict[str, list[str]] = {}
+    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
     for line in (modules / "modules.dep").read_text().splitlines():
         module, _, others = line.partition(":")
-        needed[module] = [module, *others.split()]
-    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
-    for module, group in needed.items():
         if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
-            for name in group:
+            for name in (module, *others.split()):
                 (into / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(modules / name, into / name)
     for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):

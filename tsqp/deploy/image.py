@@ -136,35 +136,29 @@ def fetch(artifacts: Iterable[Artifact], into: Path, folders: Sequence[Path] = (
     for artifact in artifacts:
         target = into / artifact.file
         if not target.exists():
-            _copy(artifact, target, folders)
+            saved = (folder.absolute() / artifact.file for folder in folders)
+            url = next((path.as_uri() for path in saved if path.exists()), artifact.url)
+            SettingsError.unless(
+                url.startswith(("file://", "http://", "https://")),
+                artifact.file,
+                "no folder that has it",
+                "--packages",
+            )
+            part = target.with_suffix(".part")
+            try:
+                with urlopen(url, timeout=_TIMEOUT_S) as reply, part.open("wb") as file:  # noqa: S310
+                    shutil.copyfileobj(reply, file)
+            except (OSError, HTTPException) as error:
+                # Debian keeps no old versions.
+                raise SettingsError(
+                    artifact.url, got=str(error), expected="it there, or in a folder of --packages"
+                ) from None
+            part.rename(target)
         with target.open("rb") as file:
             got = hashlib.file_digest(file, "sha256").hexdigest()
         if got != artifact.sha256:
             target.unlink()
             raise SettingsError(artifact.url, got=f"SHA-256 {got}", expected=artifact.sha256)
-
-
-def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if (folder / artifact.file).exists():
-            shutil.copyfile(folder / artifact.file, target)
-            return
-    SettingsError.unless(
-        artifact.url.startswith(("file://", "http://", "https://")),
-        artifact.file,
-        "no folder that has it",
-        "--packages",
-    )
-    part = target.with_suffix(".part")
-    try:
-        with urlopen(artifact.url, timeout=_TIMEOUT_S) as reply, part.open("wb") as file:  # noqa: S310
-            shutil.copyfileobj(reply, file)
-    except (OSError, HTTPException) as error:
-        # Debian keeps no old versions.
-        raise SettingsError(
-            artifact.url, got=str(error), expected="it there, or in a folder of --packages"
-        ) from None
-    part.rename(target)
 
 
 @dataclass(frozen=True)
