@@ -262,18 +262,17 @@ def read_certificate(encoded: bytes) -> tuple[Statement, bytes]:
 
     Raises EvidenceError.
     """
-    try:
+    with EvidenceError.instead_of(
+        _UNREADABLE,
+        "certificate of the server",
+        "another",
+        f"a certificate with evidence ({EXTENSION.dotted_string})",
+    ):
         certificate = x509.load_der_x509_certificate(encoded)
         stated = certificate.extensions.get_extension_for_oid(EXTENSION).value
         public = certificate.public_key()
         if not isinstance(stated, x509.UnrecognizedExtension):
             raise ValueError
-    except _UNREADABLE:
-        raise EvidenceError(
-            "certificate of the server",
-            got="another",
-            expected=f"a certificate with evidence ({EXTENSION.dotted_string})",
-        ) from None
     return Statement.decode(stated.value), key_digest(public)
 
 

@@ -295,14 +295,12 @@ def prove(address: Address, context: AttestedContext) -> Proved:
 
     Raises NotAttestedError, and EndpointError where none answers.
     """
-    try:
-        with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
-            context.wrap_socket(plain, server_hostname=address.host).close()
-    except (OSError, UnicodeError) as error:  # an ssl.SSLError is an OSError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
-        raise EndpointError(
-            str(address), reason or type(error).__name__, "a server with TLS 1.3"
-        ) from None
+    # A UnicodeError is of a name that no host can have.
+    answering = EndpointError.for_os(
+        str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
+    )
+    with answering, socket.create_connection((address.host, address.port), CONNECT_S) as plain:
+        context.wrap_socket(plain, server_hostname=address.host).close()
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved

@@ -129,16 +129,13 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
     if settings.tls_certificate is not None and settings.tls_key is not None:
         tls = settings.tls_certificate, settings.tls_key
         # Read once, so that the command says what is wrong with them.
-        try:
+        with SettingsError.for_os(
+            "--tls-certificate and --tls-key",
+            "a certificate and its key, as PEM, without a passphrase",
+            ValueError,
+            ValueError.__name__,
+        ):
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*tls, "")
-        except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
-            got = getattr(error, "reason", None) or getattr(error, "strerror", None)
-            expected = "a certificate and its key, as PEM, without a passphrase"
-            raise SettingsError(
-                "--tls-certificate and --tls-key",
-                got=got or type(error).__name__,
-                expected=expected,
-            ) from None
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
     with ExitStack() as opened:
