@@ -92,15 +92,6 @@ class OfferedModel:
         return cache(partial(token_name, self.tokenizer))
 
 
-def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
-    """Return where in their text each token of a prompt begins."""
-    stream, at, found = TextStream(tokenizer), 0, []
-    for token_id in token_ids:
-        found.append(at)
-        at += len(stream.feed(token_id))
-    return found
-
-
 # Log-probabilities of one token, as pieces of JSON.
 Entry: TypeAlias = tuple[str, ...]
 
@@ -291,10 +282,10 @@ class WholeAnswer:
         form, names, request = self._form, self._model.names, self._requests[prompt]
         entries: list[Entry] = []
         if request.logprobs is not None and request.prompt_logprobs is not None:
-            ids = request.prompt_ids
-            places = offsets(self._model.tokenizer, ids)
-            rows = zip(ids, (None, *read.logprobs), places, strict=True)
-            entries = [form.entry(names, *row) for row in rows]
+            stream, offset = TextStream(self._model.tokenizer), 0
+            for token_id, logprob in zip(request.prompt_ids, (None, *read.logprobs), strict=True):
+                entries.append(form.entry(names, token_id, logprob, offset))
+                offset += len(stream.feed(token_id))
         for choice in self._choices[prompt]:
             yield self._write(choice, self._echo[prompt], entries, None)
 

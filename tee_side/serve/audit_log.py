@@ -103,9 +103,8 @@ class AuditLog(AbstractContextManager["AuditLog"]):
 
         It gets the `kind`, the `time` and these fields, below 64 KiB together (ValueError).
         """
-        told, self._lost_untold = self._lost_untold, 0
-        if told and not self._seal("lost", {"records": told}):
-            self._lost_untold = told
+        if self._lost_untold and self._seal("lost", {"records": self._lost_untold}):
+            self._lost_untold = 0
         if self._lost_untold or not self._seal(kind, fields):
             self.lost += 1
             self._lost_untold += 1

@@ -19,7 +19,7 @@
 - A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: a
   party that gets it can open what it recorded before.
 
-The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
+The server (`tee_side.serve.identity`) and the client (`tsqp.client.transports`) share this module.
 """
 
 import secrets

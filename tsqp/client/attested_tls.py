@@ -28,7 +28,7 @@ import time
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
@@ -235,16 +235,12 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     connection.encrypted().write(
         f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
     )
-    reply = HTTPResponse(connection)
-    try:
+    reply, body = HTTPResponse(connection), b""
+    with closing(reply), suppress(HTTPException, TypeError, ValueError):
         reply.begin()
         # The connection is used further: its end is where the length says, and not another's.
         most = int(reply.headers["content-length"])
         body = reply.read(most) if 0 <= most <= MAX_ANSWER_BYTES else b""
-    except (HTTPException, TypeError, ValueError):
-        body = b""
-    finally:
-        reply.close()
     EvidenceError.unless(
         reply.status == 200, "new evidence", f"status {reply.status}", "an answer with evidence"
     )

@@ -14,7 +14,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tee_side.engine.tokenizer import Tokenizer
@@ -287,18 +287,16 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
 
 def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
     made = Table(
+        Column("layer", justify="right", width=5),
+        Column("operator", no_wrap=True, width=20),
+        Column("shape", no_wrap=True, width=9),
+        Column(Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1),
         box=rich.box.SIMPLE_HEAD,
         header_style="dim",
         collapse_padding=True,
         pad_edge=False,
         show_edge=False,
         expand=True,
-    )
-    made.add_column("layer", justify="right", width=5)
-    made.add_column("operator", no_wrap=True, width=20)
-    made.add_column("shape", no_wrap=True, width=9)
-    made.add_column(
-        Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1
     )
     for seen in shown:
         made.add_row(

@@ -29,7 +29,6 @@ from tsqp.deploy.packages import (
     install_packages,
     install_wheels,
     newest_kernel,
-    resolve_build,
     resolve_wheels,
 )
 
@@ -224,20 +223,25 @@ def resolve(
     source: Path,
     *,
     small: bool,
-    torch_index: str = TORCH_INDEX,
+    torch_index: str | None = None,
     scratch: Path | None = None,
 ) -> Lock:
     """Return what an image is made of today. Raises SettingsError."""
     with TemporaryDirectory(dir=scratch, prefix="tsqp-resolve-") as name:
         directory = Path(name).resolve()
         archive = Archive(suite, directory / "apt")
+        wheels, build = (
+            ((), ())
+            if small
+            else resolve_wheels(source, suite, directory, torch_index or TORCH_INDEX)
+        )
         return Lock(
             suite=suite,
             kernel=newest_kernel(directory / "kernel"),
             root=archive.resolve(_ROOT if small else _ROOT + _ROOT_RUNNER),
             tools=archive.resolve(_TOOLS if small else _TOOLS + _TOOLS_RUNNER),
-            wheels=() if small else resolve_wheels(source, suite, directory, torch_index),
-            build=() if small else resolve_build(source, suite, directory),
+            wheels=wheels,
+            build=build,
         )
 
 

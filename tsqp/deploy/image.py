@@ -182,17 +182,14 @@ def measure(image: Path, launch: Launch) -> bytes:
     them out with kernel-hashes=on. Raises SettingsError for files that are not such ones,
     and ImportError without the package `sev-snp-measure`.
     """
-    from sevsnpmeasure.guest import calc_launch_digest
-    from sevsnpmeasure.ovmf import OVMF, SectionType
-    from sevsnpmeasure.sev_mode import SevMode
-    from sevsnpmeasure.vcpu_types import CPU_SIGS
+    from sevsnpmeasure import guest, ovmf, sev_mode, vcpu_types
 
     require_image(image)
     SettingsError.unless(
-        launch.vcpu_type in CPU_SIGS,
+        launch.vcpu_type in vcpu_types.CPU_SIGS,
         "vcpu type",
         launch.vcpu_type,
-        f"one of {', '.join(sorted(CPU_SIGS))}",
+        f"one of {', '.join(sorted(vcpu_types.CPU_SIGS))}",
     )
     # Other firmware would start a kernel that nothing measured.
     firmware = str(launch.firmware)
@@ -206,17 +203,17 @@ def measure(image: Path, launch: Launch) -> bytes:
         ),
         SettingsError.for_os(firmware, expected),
     ):
-        found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
+        found = ovmf.OVMF(firmware).has_metadata_section(ovmf.SectionType.SNP_KERNEL_HASHES)
     SettingsError.unless(found, firmware, "no place for them", expected)
     with SettingsError.instead_of(
         UnicodeDecodeError, str(image / COMMAND_LINE), "another content", "ASCII"
     ):
         line = (image / COMMAND_LINE).read_text(encoding="ascii")
     return bytes(
-        calc_launch_digest(
-            SevMode.SEV_SNP,
+        guest.calc_launch_digest(
+            sev_mode.SevMode.SEV_SNP,
             launch.vcpus,
-            CPU_SIGS[launch.vcpu_type],
+            vcpu_types.CPU_SIGS[launch.vcpu_type],
             firmware,
             str(image / KERNEL),
             str(image / INITRAMFS),

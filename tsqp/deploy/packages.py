@@ -182,13 +182,16 @@ _LIBRARIES = "/image/usr/lib/python3/dist-packages"
 _KERNELS = "_native.abi3.so"
 
 
-def resolve_wheels(source: Path, suite: Suite, scratch: Path, index: str) -> tuple[Artifact, ...]:
-    """Return the wheels that the runner needs: of the versions in the source's constraints.txt.
+def resolve_wheels(
+    source: Path, suite: Suite, scratch: Path, index: str
+) -> tuple[tuple[Artifact, ...], tuple[Artifact, ...]]:
+    """Return the wheels that the runner needs, and those that build this project's.
 
-    torch is a build without CUDA, from `index` or where pip is set up to look.
+    Those of the runner are of the versions in the source's constraints.txt; its torch is a build
+    without CUDA, from `index` or where pip is set up to look.
     """
-    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    content = tomllib.loads((source / "pyproject.toml").read_text())
+    project, extras = content["project"], content["project"]["optional-dependencies"]
     wanted = [
         *project["dependencies"],
         *(name for extra in ("serve", "attest") for name in extras[extra]),
@@ -198,13 +201,9 @@ def resolve_wheels(source: Path, suite: Suite, scratch: Path, index: str) -> tup
     constraints.write_text(
         "\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines)
     )
-    return _resolved([*wanted, "-c", str(constraints), "--extra-index-url", index], suite, scratch)
-
-
-def resolve_build(source: Path, suite: Suite, scratch: Path) -> tuple[Artifact, ...]:
-    """Return the wheels that build this project's."""
-    system = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
-    return _resolved(system["requires"], suite, scratch)
+    wanted += ["-c", str(constraints), "--extra-index-url", index]
+    build = _resolved(content["build-system"]["requires"], suite, scratch)
+    return _resolved(wanted, suite, scratch), build
 
 
 def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Artifact, ...]:

@@ -39,10 +39,9 @@ from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.exchange import Serving, anyone
-from tee_side.serve.identity import Attestation, Identity
+from tee_side.serve.identity import Attestation, Identity, Sealing
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.schema import ApiError, loading
-from tee_side.serve.sealing import Sealing
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.model_at_rest import MAX_FILE_BYTES
