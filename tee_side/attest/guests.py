@@ -1,4 +1,4 @@
-"""The evidence of confidential VMs: AMD SEV-SNP and Intel TDX.
+"""The evidence of confidential VMs: AMD SEV-SNP, Intel TDX, and a simulated TEE.
 
 What a report says is appraised elsewhere (`appraisal`).
 
@@ -41,10 +41,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat import asn1
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
 from protocol.errors import EvidenceError, SettingsError
+from tee_side.attest.statement import REPORT_DATA_BYTES, Evidence
 
 Product: TypeAlias = Literal["milan", "genoa", "turin"]
 
@@ -327,6 +328,43 @@ def verify_snp(
     ):
         key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
     return VerifiedSnp(parsed, product, Tcb.parse(parsed.reported_tcb, product), crl is not None)
+
+
+MEASUREMENT_BYTES = 48
+
+_HEADER = b"TSQP simulated TEE 1\0"
+
+_SIMULATED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
+
+# A key that is published here: simulated evidence proves nothing.
+_ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
+
+
+class VerifiedSimulated(NamedTuple):
+    """What a simulated report says: 48 and 64 bytes."""
+
+    measurement: bytes
+    report_data: bytes
+
+
+def simulate(report_data: bytes, measurement: bytes) -> Evidence:
+    """Return evidence of a measurement (48 bytes) and of `report_data` (64 bytes)."""
+    signed = _HEADER + measurement + report_data
+    report = signed + _ROOT.sign(signed)
+    return Evidence(kind="simulated", report=report, certificates=(), collateral=b"")
+
+
+def verify_simulated(report: bytes) -> VerifiedSimulated:
+    """Verify that `simulate` wrote it. Raises EvidenceError."""
+    signed, signature = report[:_SIMULATED_BYTES], report[_SIMULATED_BYTES:]
+    try:
+        _ROOT.public_key().verify(signature, signed)
+    except InvalidSignature:
+        signed = b""
+    EvidenceError.unless(
+        signed.startswith(_HEADER), "simulated report", "other bytes", "one that was signed"
+    )
+    return VerifiedSimulated(signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:])
 
 
 _TD_FIELDS = ("mr_td", "rt_mr0", "rt_mr1", "rt_mr2", "rt_mr3", "report_data", "mr_config_id")

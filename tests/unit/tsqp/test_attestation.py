@@ -25,7 +25,7 @@ from protocol.curve import ClientKeys
 from protocol.encoding import pack
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.appraisal import AppraisalPolicy
-from tee_side.attest.attesters import simulate, verify_simulated
+from tee_side.attest.guests import simulate, verify_simulated
 from tee_side.attest.statement import (
     NONE,
     RECEIPT_DOMAIN,
