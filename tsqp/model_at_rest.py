@@ -119,7 +119,7 @@ def seal_model(
     )
     names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
     skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
-    total, done = sum(_size(directory / name) for name in names), 0
+    total, done = sum((directory / name).stat().st_size for name in names), 0
 
     def count(size: int) -> None:
         nonlocal done
@@ -159,11 +159,6 @@ def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     finally:
         partial.unlink(missing_ok=True)
     return hashlib.sha256(body).hexdigest()
-
-
-def _size(path: Path) -> int:
-    with opened(path) as file:
-        return file.size
 
 
 def _seal_file(

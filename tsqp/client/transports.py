@@ -109,11 +109,11 @@ class SealedTransport(_Over):
                 raise UnsealedError(answer.status_code)
             opened = _OpenedAnswer(answer, secret)
             with _as_httpx2():
-                head = ResponseHead.decode(next(opened.chunks))
+                answered = ResponseHead.decode(next(opened.chunks))
         except BaseException:
             answer.close()
             raise
-        return httpx2.Response(head.status, headers=head.raw(), stream=opened)
+        return httpx2.Response(answered.status, headers=answered.raw(), stream=opened)
 
 
 class _OpenedAnswer(httpx2.SyncByteStream):
