@@ -137,11 +137,12 @@ def key_of_command(command: str) -> bytes:
     """
     where = "--seal-key-command"
     expected = "a command that writes a key to its stdout"
-    late = f"nothing within {_COMMAND_TIMEOUT_S:g} s"
     with (
         # A ValueError is of a quote that does not end, an IndexError of no word.
         KeyFileError.for_os(where, expected, (ValueError, IndexError), "no command"),
-        KeyFileError.instead_of(subprocess.TimeoutExpired, where, late, expected),
+        KeyFileError.instead_of(
+            subprocess.TimeoutExpired, where, f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected
+        ),
     ):
         ended = subprocess.run(
             shlex.split(command),

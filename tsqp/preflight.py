@@ -35,7 +35,7 @@ from tee_side.protect.pads.bank_files import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
 from tsqp.run.process import require_seed
-from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.settings import RunSettings
 from tsqp.run.trust import (
     bank_place,
     exposed_services,
@@ -53,16 +53,15 @@ _FAST_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_cou
 
 @dataclass(frozen=True)
 class Start:
-    """What a run would be started with. `timeout_s`: how long each service is waited for."""
+    """What a run would be started with. `model`: its directory.
 
+    `timeout_s`: how long each service is waited for.
+    """
+
+    model: Path
     settings: RunSettings
     manifest: Manifest | None
     timeout_s: float
-
-    @property
-    def model(self) -> Path:
-        """The model's directory."""
-        return model_directory(self.settings.model)
 
     @cached_property
     def policy(self) -> Policy:

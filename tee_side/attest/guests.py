@@ -214,7 +214,18 @@ def verify_chain(
         ask.verify_directly_issued_by(ark)
         _require_valid("ASK", ask.not_valid_before_utc, ask.not_valid_after_utc, now)
         if crl is not None:
-            _check_crl(crl, ask, ark, now)
+            _signed_body("CRL", crl, ark)
+            found = x509.load_der_x509_crl(crl)
+            _require(found.issuer == ark.subject, "CRL", "another issuer", "the ARK")
+            begins, ends = found.last_update_utc, found.next_update_utc
+            _require_valid("CRL", begins, ends or begins, now)
+            revoked = found.get_revoked_certificate_by_serial_number(ask.serial_number)
+            _require(
+                revoked is None,
+                "ASK",
+                "a certificate that is revoked",
+                "one that is not on the CRL",
+            )
         return product, _leaf_key(leaf, ask, product, report, now)
 
 
@@ -233,16 +244,6 @@ def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[b
     with EvidenceError.instead_of(InvalidSignature, f"AMD {name}", "a wrong signature", "AMD's"):
         key.verify(found.signature.as_bytes(), body, _PSS, hashes.SHA384())
     return body, algorithm
-
-
-def _check_crl(crl: bytes, ask: x509.Certificate, ark: x509.Certificate, now: datetime) -> None:
-    _signed_body("CRL", crl, ark)
-    found = x509.load_der_x509_crl(crl)
-    _require(found.issuer == ark.subject, "CRL", "another issuer", "the ARK")
-    begins, ends = found.last_update_utc, found.next_update_utc
-    _require_valid("CRL", begins, ends or begins, now)
-    revoked = found.get_revoked_certificate_by_serial_number(ask.serial_number)
-    _require(revoked is None, "ASK", "a certificate that is revoked", "one that is not on the CRL")
 
 
 def _leaf_key(
@@ -297,18 +298,15 @@ _require_field = partial(_require, of="SNP report: ")
 class VerifiedSnp(NamedTuple):
     """A report that a processor of AMD's signed, of this product and with this firmware.
 
-    `revocation_checked`: whether a list of revoked certificates was there.
+    `revocation_checked`: whether a list of revoked certificates was there. `report_data`: what the
+    guest had signed, 64 bytes.
     """
 
     report: SnpReport
     product: Product
     tcb: Tcb
     revocation_checked: bool
-
-    @property
-    def report_data(self) -> bytes:
-        """What the guest had signed: 64 bytes."""
-        return self.report.report_data
+    report_data: bytes
 
 
 def verify_snp(
@@ -327,7 +325,13 @@ def verify_snp(
         InvalidSignature, "SNP report", "a wrong signature", "the leaf's"
     ):
         key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
-    return VerifiedSnp(parsed, product, Tcb.parse(parsed.reported_tcb, product), crl is not None)
+    return VerifiedSnp(
+        parsed,
+        product,
+        Tcb.parse(parsed.reported_tcb, product),
+        crl is not None,
+        parsed.report_data,
+    )
 
 
 MEASUREMENT_BYTES = 48

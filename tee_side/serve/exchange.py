@@ -251,7 +251,7 @@ class EngineResponse(Response):
         """Send a piece; with `end`, the last one, and `end` behind its receipt."""
         body, own = text.encode(), dict[str, str]()
         if self.receipt is not None:
-            self.receipt.add(body)
+            self.receipt.response.update(body)
         if self.receipt is not None and end is not None:
             told = self._counts.rounded(self._serving.round_usage)
             signed = self.receipt.sign(self._requests, told.prompt, told.completion)

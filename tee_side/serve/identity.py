@@ -98,8 +98,9 @@ def state(attester: Attester, about: About, time_s: float, **keys: Any) -> State
 class Identity:
     """Keys of a server: of its connections, of bodies sealed to it, of its receipts.
 
-    `certificate`: of `tls_key`, in DER, with a statement in it. Raises EvidenceError where the
-    hardware gives no evidence.
+    `certificate`: of `tls_key`, in DER, with a statement in it. `said`: what a person is told, to
+    compare with what clients find. `receipts`: signs them. Raises EvidenceError where the hardware
+    gives no evidence.
     """
 
     def __init__(
@@ -109,19 +110,12 @@ class Identity:
         utc: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._attester, self._about, self._utc = attester, about, utc
+        self.said = f"attested by {attester.kind}: {about}"
         self.tls_key = ec.generate_private_key(ec.SECP256R1())
         self.hpke_key = HpkeKey()
         self.receipt_key = ed25519.Ed25519PrivateKey.generate()
+        self.receipts = ReceiptChain(self.receipt_key, about.model, about.policy)
         self.certificate = certify(self.tls_key, self.state(b""), utc(), _LASTS)
-
-    @property
-    def said(self) -> str:
-        """What a person is told, to compare with what clients find."""
-        return f"attested by {self._attester.kind}: {self._about}"
-
-    def receipts(self) -> ReceiptChain:
-        """Return what signs receipts, with a new chain."""
-        return ReceiptChain(self.receipt_key, self._about.model, self._about.policy)
 
     def state(self, nonce: bytes) -> Statement:
         """Return a new statement for a client's nonce, empty for a certificate. As `state`."""
@@ -235,16 +229,15 @@ HEADER = "tsqp-receipt"
 
 
 class AnswerReceipt:
-    """Takes an answer's bytes as they are sent. `digest`: SHA-256 of the receipt, once signed."""
+    """The receipt of an answer. `response`: takes its bytes as they are sent.
+
+    `digest`: SHA-256 of the receipt, once signed.
+    """
 
     def __init__(self, chain: ReceiptChain, body: bytes) -> None:
         self._chain = chain
-        self._request, self._response = hashlib.sha256(body), hashlib.sha256()
+        self._request, self.response = hashlib.sha256(body), hashlib.sha256()
         self.digest: bytes | None = None
-
-    def add(self, content: bytes) -> None:
-        """Take the next bytes."""
-        self._response.update(content)
 
     def sign(
         self, requests: Sequence[EngineRequest], prompt_tokens: int, completion_tokens: int
@@ -261,7 +254,7 @@ class AnswerReceipt:
             sampling |= {"n": first.samples, "max_tokens": most, "logit_bias": biased}
         signed = self._chain.sign(
             request=self._request.digest(),
-            response=self._response.digest(),
+            response=self.response.digest(),
             sampling=sampling,
             seed=first.sampling.seed,
             prompt_tokens=prompt_tokens,

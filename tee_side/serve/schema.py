@@ -93,13 +93,22 @@ def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
 
 
 # What clients send that changes no answer: accepted, and not looked at.
-_UNUSED_NAMES = (
-    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
-    *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
-    "id_slot",
+_UNUSED: dict[str, Any] = dict.fromkeys(
+    (
+        *(
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        ),
+        *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
+        *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
+        "id_slot",
+    ),
+    Any,
 )
-_UNUSED: dict[str, Any] = dict.fromkeys(_UNUSED_NAMES, Any)
 # What would change the answer, with the only values that do not.
 _NOT_SUPPORTED: dict[str, Any] = {
     "best_of": Literal[1] | None,

@@ -291,11 +291,13 @@ def prove(address: Address, context: AttestedContext) -> Proved:
 
     Raises NotAttestedError, and EndpointError where none answers.
     """
-    # A UnicodeError is of a name that no host can have.
-    answering = EndpointError.for_os(
-        str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
-    )
-    with answering, socket.create_connection((address.host, address.port), CONNECT_S) as plain:
+    with (
+        # A UnicodeError is of a name that no host can have.
+        EndpointError.for_os(
+            str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
+        ),
+        socket.create_connection((address.host, address.port), CONNECT_S) as plain,
+    ):
         context.wrap_socket(plain, server_hostname=address.host).close()
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")

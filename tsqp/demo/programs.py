@@ -110,14 +110,15 @@ class DemoServices:
 
     def endpoint(self, name: str) -> str:
         """Return where the next tap, or service, is to listen."""
-        scheme = "unix" if native.library is None else "shm"
-        return f"{scheme}://{self._folder / f'{name}-{next(self._numbers)}'}"
+        path = self._folder / f"{name}-{next(self._numbers)}"
+        return f"{'unix' if native.library is None else 'shm'}://{path}"
 
     def _start(self, model: str) -> str:
         if native.library is None and not self._plain and not self._provisioned:
             self._say("no shared memory: kernels are not compiled here (tsqp doctor says how)")
-        arguments = [model, "--bind", self.endpoint("gpu"), *COMPUTING]
-        pid, endpoint = start_service(self._running, arguments)
+        pid, endpoint = start_service(
+            self._running, [model, "--bind", self.endpoint("gpu"), *COMPUTING]
+        )
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
 

@@ -280,7 +280,7 @@ def _app(
         authorise=anyone if keys is None else partial(_authorise, keys),
         tempo_s=settings.fixed_tempo_ms / 1e3,
         round_usage=settings.round_usage,
-        receipts=None if identity is None else identity.receipts(),
+        receipts=None if identity is None else identity.receipts,
     )
     app = create_app(serving, allow_origins=settings.allow_origin)
 

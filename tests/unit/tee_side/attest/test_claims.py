@@ -255,7 +255,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
         report_data(stated.claims),
     )
     answer: dict[str, Any] = {"request": bytes(32), "response": bytes(32), "sampling": {}}
-    signed = made.receipts().sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
+    signed = made.receipts.sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
     receipt = verify_receipt(signed, claims.receipt_key or b"")
     digests = identities.DIGESTS
     assert (receipt.model, receipt.policy) == (digests["model"], digests["policy"])
