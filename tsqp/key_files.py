@@ -113,8 +113,10 @@ class SecretKey(NamedTuple):
         Raises KeyFileError.
         """
         where = f"descriptor {descriptor}"
-        opened = KeyFileError.for_os(where, "an open one with a key")
-        with opened, os.fdopen(descriptor, "rb") as file:
+        with (
+            KeyFileError.for_os(where, "an open one with a key"),
+            os.fdopen(descriptor, "rb") as file,
+        ):
             text = file.read(MAX_KEY_FILE_BYTES).decode("ascii", "replace")
         return self.parse(text, where)
 

@@ -253,8 +253,12 @@ class _Running:
             CompletionOutput(index, logprobs=None if request.logprobs is None else [])
             for index in range(request.samples)
         ]
-        self._output = RequestOutput(prompt, list(request.prompt_ids), outputs)
-        self._wanted = request.prompt_logprobs is not None
+        self._output = RequestOutput(
+            prompt,
+            list(request.prompt_ids),
+            outputs,
+            None if request.prompt_logprobs is None else [],
+        )
         self._ticket: Ticket = engine.submit(request, self._deliveries.put)
 
     def __iter__(self) -> Iterator[str]:
@@ -281,7 +285,7 @@ class _Running:
             raise delivery.error
         if delivery.prompt is not None:
             self._output.num_cached_tokens = delivery.prompt.reused_tokens
-            if self._wanted:
+            if self._output.prompt_logprobs is not None:
                 self._output.prompt_logprobs = [None, *delivery.prompt.logprobs]
         for token in delivery.tokens:
             output, stream = self._output.outputs[token.sample], self._streams[token.sample]

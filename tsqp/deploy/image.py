@@ -118,8 +118,10 @@ class Lock(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
-        readable = SettingsError.for_os(str(path), "a lock file")
-        with readable, SettingsError.instead_of(ValueError, str(path), "another content", "JSON"):
+        with (
+            SettingsError.for_os(str(path), "a lock file"),
+            SettingsError.instead_of(ValueError, str(path), "another content", "JSON"),
+        ):
             content = json.loads(path.read_bytes())
         return validate_file(cls, content, str(path), SettingsError)
 
