@@ -355,8 +355,13 @@ class PlanReport(Document):
 
 def read_machine(path: Path) -> Machine:
     """Read what `--fit` wrote. Raises SettingsError."""
-    with SettingsError.for_os(str(path), "what tsqp plan --fit wrote", ValueError, "no TOML"):
+    try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no TOML"
+        raise SettingsError(
+            str(path), got=reason or "an unreadable file", expected="what tsqp plan --fit wrote"
+        ) from None
     return validate_file(Machine, content, str(path), SettingsError)
 
 
