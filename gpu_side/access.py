@@ -162,16 +162,14 @@ class HttpKeys:
         )
         if certificate is not None and key is not None:
             require_only_we_read(key, read_text(key, _MAX_FILE_BYTES)[1])
-            try:
+            with SettingsError.for_os(
+                "--http-cert and --http-key",
+                "a certificate and its key, as PEM, without a passphrase",
+                ValueError,
+                ValueError.__name__,
+            ):
                 # With a passphrase, so that none is asked for.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, "")
-            except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
-                got = getattr(error, "reason", None) or getattr(error, "strerror", None)
-                raise SettingsError(
-                    "--http-cert and --http-key",
-                    got=got or type(error).__name__,
-                    expected="a certificate and its key, as PEM, without a passphrase",
-                ) from None
         return cls(None if tokens is None else read_tokens(tokens), certificate, key)
 
 

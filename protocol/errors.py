@@ -109,12 +109,25 @@ class TsqpError(Exception):
 
     @classmethod
     @contextmanager
-    def for_os(cls, where: str, expected: str) -> Iterator[None]:
-        """Raise an error of this class in place of an OSError, and say what the system said."""
+    def for_os(
+        cls,
+        where: str,
+        expected: str,
+        others: type[Exception] | tuple[type[Exception], ...] = (),
+        got: str = "",
+    ) -> Iterator[None]:
+        """Raise an error of this class in place of an OSError, and say what the system said.
+
+        Likewise in place of `others`, of which `got` is said; "" for their own words.
+        """
         try:
             yield
         except OSError as error:
-            raise cls(where, error.strerror or type(error).__name__, expected) from None
+            # An ssl.SSLError has a reason, which is shorter.
+            said = getattr(error, "reason", None) or error.strerror
+            raise cls(where, said or type(error).__name__, expected) from None
+        except others as error:
+            raise cls(where, got or str(error), expected) from None
 
     @classmethod
     @contextmanager

@@ -25,17 +25,16 @@ Last, the integer product of some rows is compared with the float one: int8 weig
 per output cannot hold a model whose outliers were moved into them, and that must not go unseen.
 """
 
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save
 from torch.nn.functional import embedding, linear
 
@@ -91,18 +90,9 @@ _CHAT_WORDS = 60
 _NUMBER = re.compile("[0-9]{1,18}")
 
 
-@dataclass(frozen=True)
-class SiteResult:
-    """What calibration found at a site, of `total` ones.
-
-    `headroom`: how many times as large as the largest row seen an input may be; `error`: relative
-    error of the integer product of a row, median over a sample of rows.
-    """
-
-    site: Site
-    total: int
-    headroom: float
-    error: float
+# Told of a site whose scales are chosen, of the relative error of its integer product of a row
+# (median over a sample of rows), and how many sites there are.
+Progress: TypeAlias = Callable[[Site, float, int], None]
 
 
 def default_text() -> str:
@@ -114,7 +104,7 @@ def calibrate(
     model: Path,
     text: str | None = None,
     tokens: int = 2048,
-    progress: Callable[[SiteResult], None] | None = None,
+    progress: Progress | None = None,
     *,
     chunks: Sequence[list[int]] | None = None,
 ) -> Calibration:
@@ -145,11 +135,9 @@ def parse_ids(content: str, where: str) -> list[list[Any]]:
     """
     if content.lstrip().startswith("["):
         try:
-            found = json.loads(content)
-        except (ValueError, RecursionError):
-            found = None
-        lists = isinstance(found, list) and all(isinstance(part, list) for part in found)
-        chunks = found if lists else []
+            chunks = TypeAdapter(list[list[Any]]).validate_json(content)
+        except ValidationError:
+            chunks = []
     else:
         chunks = [[int(word) if _NUMBER.fullmatch(word) else word for word in content.split()]]
     PromptError.unless(
@@ -202,7 +190,7 @@ def calibrate_on(
     config: ModelConfig,
     checkpoint: Checkpoint,
     chunks: Sequence[list[int]],
-    progress: Callable[[SiteResult], None] | None = None,
+    progress: Progress | None = None,
 ) -> Calibration:
     """Choose scales from token ids, each chunk a sequence of its own; see `calibrate`."""
     check_kernels(CPU)
@@ -229,7 +217,7 @@ def calibrate_on(
         )
         check_error(error, site)
         if progress is not None:
-            progress(SiteResult(site, len(sites), scales.headroom, error))
+            progress(site, error, len(sites))
         return y_TO
 
     weight = load_tensor(

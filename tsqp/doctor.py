@@ -215,7 +215,6 @@ def _resumption() -> Iterator[Finding]:
 
 
 def _port() -> Iterator[Finding]:
-    name = f"tcp port {DEFAULT_PORT}"
     state: State = "ok"
     detail = "free: gpu-service and tee-runner use it by default"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -225,4 +224,4 @@ def _port() -> Iterator[Finding]:
             state, detail = "missing", error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
                 state, detail = "note", "in use (a gpu-service, perhaps)"
-    yield Finding("ports", name, state, detail)
+    yield Finding("ports", f"tcp port {DEFAULT_PORT}", state, detail)

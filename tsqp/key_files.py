@@ -113,8 +113,10 @@ class SecretKey(NamedTuple):
         Raises KeyFileError.
         """
         where = f"descriptor {descriptor}"
-        opened = KeyFileError.for_os(where, "an open one with a key")
-        with opened, os.fdopen(descriptor, "rb") as file:
+        with (
+            KeyFileError.for_os(where, "an open one with a key"),
+            os.fdopen(descriptor, "rb") as file,
+        ):
             text = file.read(MAX_KEY_FILE_BYTES).decode("ascii", "replace")
         return self.parse(text, where)
 
@@ -137,7 +139,13 @@ def key_of_command(command: str) -> bytes:
     """
     where = "--seal-key-command"
     expected = "a command that writes a key to its stdout"
-    try:
+    with (
+        # A ValueError is of a quote that does not end, an IndexError of no word.
+        KeyFileError.for_os(where, expected, (ValueError, IndexError), "no command"),
+        KeyFileError.instead_of(
+            subprocess.TimeoutExpired, where, f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected
+        ),
+    ):
         ended = subprocess.run(
             shlex.split(command),
             stdin=subprocess.DEVNULL,
@@ -145,15 +153,6 @@ def key_of_command(command: str) -> bytes:
             timeout=_COMMAND_TIMEOUT_S,
             check=False,
         )
-    except (OSError, ValueError, IndexError) as error:
-        # A ValueError is of a quote that does not end, an IndexError of no word.
-        raise KeyFileError(
-            where, got=getattr(error, "strerror", None) or "no command", expected=expected
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise KeyFileError(
-            where, got=f"nothing within {_COMMAND_TIMEOUT_S:g} s", expected=expected
-        ) from None
     KeyFileError.unless(not ended.returncode, where, f"exit status {ended.returncode}", expected)
     return SEAL_KEY.parse(ended.stdout[:MAX_KEY_FILE_BYTES].decode("ascii", "replace"), where)
 

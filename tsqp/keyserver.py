@@ -107,8 +107,7 @@ class KeyRelease:
         return _OK, sealed
 
     def _mac(self, moment: bytes) -> bytes:
-        found = hmac.digest(self._mac_key, moment, hashlib.sha256)
-        return found[: NONCE_BYTES - _TIME_BYTES]
+        return hmac.digest(self._mac_key, moment, hashlib.sha256)[: NONCE_BYTES - _TIME_BYTES]
 
     def _refuse(self, step: AppraisalStep) -> tuple[int, bytes]:
         self._tell(f"refused: {step.name}: got {step.got}, expected {step.expected}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -176,13 +176,12 @@ class LLM(AbstractContextManager["LLM"]):
             "a text, or a list",
         )
         given = [prompts] if isinstance(prompts, str) else prompts
-        running: list[_Running] = []
-        try:
-            running.extend(self._start(prompt, sampling_params) for prompt in given)
+        with ExitStack() as ending:
+            running = [
+                ending.enter_context(closing(self._start(prompt, sampling_params)))
+                for prompt in given
+            ]
             return [one.result() for one in running]
-        finally:
-            for one in running:
-                one.close()
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
@@ -196,11 +195,8 @@ class LLM(AbstractContextManager["LLM"]):
         """Yield one sample's text as it comes; of a conversation, too. Raises as `generate`."""
         said = not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt)
         ids = self._chat_ids(prompt) if said else prompt  # type: ignore[arg-type]
-        running = self._start(ids, params)  # type: ignore[arg-type]
-        try:
+        with closing(self._start(ids, params)) as running:  # type: ignore[arg-type]
             yield from running
-        finally:
-            running.close()
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         PromptError.unless(
@@ -253,11 +249,16 @@ class _Running:
     ) -> None:
         self._engine, self._streams = engine, streams
         self._deliveries: SimpleQueue[Delivery] = SimpleQueue()
-        outputs = [CompletionOutput(index) for index in range(request.samples)]
-        for output in outputs:
-            output.logprobs = None if request.logprobs is None else []
-        self._output = RequestOutput(prompt, list(request.prompt_ids), outputs)
-        self._wanted = request.prompt_logprobs is not None
+        outputs = [
+            CompletionOutput(index, logprobs=None if request.logprobs is None else [])
+            for index in range(request.samples)
+        ]
+        self._output = RequestOutput(
+            prompt,
+            list(request.prompt_ids),
+            outputs,
+            None if request.prompt_logprobs is None else [],
+        )
         self._ticket: Ticket = engine.submit(request, self._deliveries.put)
 
     def __iter__(self) -> Iterator[str]:
@@ -284,7 +285,7 @@ class _Running:
             raise delivery.error
         if delivery.prompt is not None:
             self._output.num_cached_tokens = delivery.prompt.reused_tokens
-            if self._wanted:
+            if self._output.prompt_logprobs is not None:
                 self._output.prompt_logprobs = [None, *delivery.prompt.logprobs]
         for token in delivery.tokens:
             output, stream = self._output.outputs[token.sample], self._streams[token.sample]

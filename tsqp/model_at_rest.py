@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import ManifestError, ModelError, SealError
@@ -89,26 +88,18 @@ def make_manifest(
     return manifest
 
 
-@dataclass(frozen=True)
-class Sealed:
-    """What was sealed. `skipped`: names that are no file; `digest`: for `--seal-digest`."""
-
-    files: int
-    plain_bytes: int
-    skipped: tuple[str, ...]
-    digest: str
-
-
 def seal_model(
     directory: Path,
     key: bytes,
     output: Path,
     progress: Progress = lambda _done, _total: None,
-) -> Sealed:
+) -> tuple[int, int, list[str], str]:
     """Encrypt the files of a model directory, but not of directories in it, into a new directory.
 
-    One chunk is in memory at a time. A run that fails leaves nothing behind. Raises ModelError for
-    what is no model, or an output that is there; SealError for what is sealed; OSError.
+    Return how many files and plain bytes were sealed, the names that are no file, and the digest
+    for `--seal-digest`. One chunk is in memory at a time. A run that fails leaves nothing behind.
+    Raises ModelError for what is no model, or an output that is there; SealError for what is
+    sealed; OSError.
     """
     ModelError.unless(
         not os.path.lexists(output), str(output), "something of this name", "a new directory"
@@ -128,7 +119,7 @@ def seal_model(
     )
     names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
     skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
-    total, done = sum(_size(directory / name) for name in names), 0
+    total, done = sum((directory / name).stat().st_size for name in names), 0
 
     def count(size: int) -> None:
         nonlocal done
@@ -150,7 +141,7 @@ def seal_model(
     finally:
         # Not there any more where all went well.
         shutil.rmtree(partial, ignore_errors=True)
-    return Sealed(len(files), total, tuple(skipped), digest)
+    return len(files), total, skipped, digest
 
 
 def rewrap(directory: Path, old: bytes, new: bytes) -> str:
@@ -168,11 +159,6 @@ def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     finally:
         partial.unlink(missing_ok=True)
     return hashlib.sha256(body).hexdigest()
-
-
-def _size(path: Path) -> int:
-    with opened(path) as file:
-        return file.size
 
 
 def _seal_file(

@@ -6,7 +6,7 @@ pad, and changes nothing.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,7 @@ from tee_side.protect.pads.bank_files import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
 from tsqp.run.process import require_seed
-from tsqp.run.settings import RunSettings, model_directory
+from tsqp.run.settings import RunSettings
 from tsqp.run.trust import (
     bank_place,
     exposed_services,
@@ -53,16 +53,15 @@ _FAST_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_cou
 
 @dataclass(frozen=True)
 class Start:
-    """What a run would be started with. `timeout_s`: how long each service is waited for."""
+    """What a run would be started with. `model`: its directory.
 
+    `timeout_s`: how long each service is waited for.
+    """
+
+    model: Path
     settings: RunSettings
     manifest: Manifest | None
     timeout_s: float
-
-    @property
-    def model(self) -> Path:
-        """The model's directory."""
-        return model_directory(self.settings.model)
 
     @cached_property
     def policy(self) -> Policy:
@@ -97,11 +96,6 @@ class Start:
         """The scales of integers. Raises CalibrationError, ManifestError."""
         path = calibration_path(self.model, self.settings.calibration)
         return Calibration.load(path, self.config, *self.digests, self.manifest)
-
-    @property
-    def gpu(self) -> Sequence[str]:
-        """The services that the policy uses: none where nothing leaves the TEE."""
-        return self.settings.gpu if self.policy.services else ()
 
 
 def examine_start(start: Start) -> list[Finding]:
@@ -209,7 +203,7 @@ def _bank(start: Start) -> Iterator[Finding]:
 def _keys(start: Start) -> Iterator[Finding]:
     if start.keys:
         yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
-    elif exposed := exposed_services(start.gpu):
+    elif start.policy.services and (exposed := exposed_services(start.settings.gpu)):
         yield Finding(
             "run",
             "keys",
@@ -221,7 +215,9 @@ def _keys(start: Start) -> Iterator[Finding]:
 
 def _services(start: Start) -> Iterator[Finding]:
     policy = start.policy
-    specs = assign_shares([ServiceSpec.parse(text) for text in start.gpu], policy)
+    specs = assign_shares(
+        [ServiceSpec.parse(text) for text in start.settings.gpu if policy.services], policy
+    )
     keys = one_for_each(start.keys, [spec.endpoint for spec in specs]) if specs else []
     check_links(specs, keys, policy, shares_in_the_clear=start.settings.shares_in_the_clear)
     plan_services(specs, policy, start.config.num_hidden_layers)

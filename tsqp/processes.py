@@ -83,10 +83,8 @@ def failure(where: str, status: int | None, last: str, *, expected: str) -> Proc
     `last`: the last line of its stderr. Where that is an error of ours, it is passed on as it is.
     """
     if status is not None and status < 0:
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = f"signal {-status}"
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-status, f"signal {-status}")
         return ProcessError(where, got=f"a process killed by {name}", expected=expected)
     if (complaint := _COMPLAINT.fullmatch(last)) is not None:
         return ProcessError(

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 
 import rich.box
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 # A column's heading, and whether it holds numbers.
-Column = tuple[str, bool]
+Heading = tuple[str, bool]
 
 
 def open_console() -> Console:
@@ -19,7 +19,7 @@ def open_console() -> Console:
 
 def table(
     title: str,
-    columns: Sequence[Column],
+    columns: Sequence[Heading],
     rows: Iterable[Sequence[RenderableType]],
     *,
     lines: bool = False,
@@ -30,6 +30,12 @@ def table(
     The last cell of a row may be the one that is broken into lines. `compact`: fewer spaces.
     """
     made = Table(
+        *(
+            Column(
+                heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold"
+            )
+            for heading, numbers in columns
+        ),
         title=title or None,
         title_justify="left",
         title_style="bold",
@@ -41,20 +47,14 @@ def table(
         collapse_padding=compact,
         show_edge=not compact,
     )
-    for heading, numbers in columns:
-        made.add_column(
-            heading, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold"
-        )
     for row in rows:
         made.add_row(*row)
     return made
 
 
-def definitions(pairs: Iterable[tuple[str | Text, RenderableType]]) -> Table:
-    """Return a list of terms with what they mean, indented behind them."""
-    made = Table.grid(padding=(0, 2))
-    made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
+def definitions(pairs: Iterable[tuple[str | Text, RenderableType]], style: str = "") -> Table:
+    """Return a list of terms, in a style, with what they mean, indented behind them."""
+    made = Table.grid(Column(no_wrap=True, style=style), Column(overflow="fold"), padding=(0, 2))
     for term, meaning in pairs:
         made.add_row(term, meaning)
     return made

@@ -47,13 +47,14 @@ from pydantic import BeforeValidator, ValidationError, model_validator
 
 from protocol.errors import EvidenceError, SettingsError, describe
 from protocol.validation import Strict, first_problem, refusal
-from tee_side.attest.attesters import VerifiedSimulated, verify_simulated
 from tee_side.attest.guests import (
     Product,
     SigningKey,
     Tcb,
+    VerifiedSimulated,
     VerifiedSnp,
     VerifiedTdx,
+    verify_simulated,
     verify_snp,
     verify_tdx,
 )

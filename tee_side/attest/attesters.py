@@ -8,7 +8,6 @@ Sources: Linux, "configfs-tsm-report" (Documentation/ABI/testing) and <linux/sev
 """
 
 import errno
-import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import addressof, create_string_buffer
@@ -19,49 +18,9 @@ from tempfile import mkdtemp
 from time import sleep
 from typing import NamedTuple, TypeVar
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from protocol.errors import EvidenceError
-from tee_side.attest.guests import SnpReport
+from tee_side.attest.guests import MEASUREMENT_BYTES, SnpReport, simulate
 from tee_side.attest.statement import REPORT_DATA_BYTES, Evidence, Kind
-
-MEASUREMENT_BYTES = 48
-
-_HEADER = b"TSQP simulated TEE 1\0"
-
-_SIGNED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
-
-# A key that is published here: simulated evidence proves nothing.
-_ROOT = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
-
-
-class VerifiedSimulated(NamedTuple):
-    """What a simulated report says: 48 and 64 bytes."""
-
-    measurement: bytes
-    report_data: bytes
-
-
-def simulate(report_data: bytes, measurement: bytes) -> Evidence:
-    """Return evidence of a measurement (48 bytes) and of `report_data` (64 bytes)."""
-    signed = _HEADER + measurement + report_data
-    report = signed + _ROOT.sign(signed)
-    return Evidence(kind="simulated", report=report, certificates=(), collateral=b"")
-
-
-def verify_simulated(report: bytes) -> VerifiedSimulated:
-    """Verify that `simulate` wrote it. Raises EvidenceError."""
-    signed, signature = report[:_SIGNED_BYTES], report[_SIGNED_BYTES:]
-    try:
-        _ROOT.public_key().verify(signature, signed)
-    except InvalidSignature:
-        signed = b""
-    EvidenceError.unless(
-        signed.startswith(_HEADER), "simulated report", "other bytes", "one that was signed"
-    )
-    return VerifiedSimulated(signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:])
-
 
 T = TypeVar("T")
 

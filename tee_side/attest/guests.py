@@ -1,4 +1,4 @@
-"""The evidence of confidential VMs: AMD SEV-SNP and Intel TDX.
+"""The evidence of confidential VMs: AMD SEV-SNP, Intel TDX, and a simulated TEE.
 
 What a report says is appraised elsewhere (`appraisal`).
 
@@ -41,10 +41,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat import asn1
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 
 from protocol.errors import EvidenceError, SettingsError
+from tee_side.attest.statement import REPORT_DATA_BYTES, Evidence
 
 Product: TypeAlias = Literal["milan", "genoa", "turin"]
 
@@ -213,7 +214,18 @@ def verify_chain(
         ask.verify_directly_issued_by(ark)
         _require_valid("ASK", ask.not_valid_before_utc, ask.not_valid_after_utc, now)
         if crl is not None:
-            _check_crl(crl, ask, ark, now)
+            _signed_body("CRL", crl, ark)
+            found = x509.load_der_x509_crl(crl)
+            _require(found.issuer == ark.subject, "CRL", "another issuer", "the ARK")
+            begins, ends = found.last_update_utc, found.next_update_utc
+            _require_valid("CRL", begins, ends or begins, now)
+            revoked = found.get_revoked_certificate_by_serial_number(ask.serial_number)
+            _require(
+                revoked is None,
+                "ASK",
+                "a certificate that is revoked",
+                "one that is not on the CRL",
+            )
         return product, _leaf_key(leaf, ask, product, report, now)
 
 
@@ -232,16 +244,6 @@ def _signed_body(name: str, encoded: bytes, issuer: x509.Certificate) -> tuple[b
     with EvidenceError.instead_of(InvalidSignature, f"AMD {name}", "a wrong signature", "AMD's"):
         key.verify(found.signature.as_bytes(), body, _PSS, hashes.SHA384())
     return body, algorithm
-
-
-def _check_crl(crl: bytes, ask: x509.Certificate, ark: x509.Certificate, now: datetime) -> None:
-    _signed_body("CRL", crl, ark)
-    found = x509.load_der_x509_crl(crl)
-    _require(found.issuer == ark.subject, "CRL", "another issuer", "the ARK")
-    begins, ends = found.last_update_utc, found.next_update_utc
-    _require_valid("CRL", begins, ends or begins, now)
-    revoked = found.get_revoked_certificate_by_serial_number(ask.serial_number)
-    _require(revoked is None, "ASK", "a certificate that is revoked", "one that is not on the CRL")
 
 
 def _leaf_key(
@@ -296,18 +298,15 @@ _require_field = partial(_require, of="SNP report: ")
 class VerifiedSnp(NamedTuple):
     """A report that a processor of AMD's signed, of this product and with this firmware.
 
-    `revocation_checked`: whether a list of revoked certificates was there.
+    `revocation_checked`: whether a list of revoked certificates was there. `report_data`: what the
+    guest had signed, 64 bytes.
     """
 
     report: SnpReport
     product: Product
     tcb: Tcb
     revocation_checked: bool
-
-    @property
-    def report_data(self) -> bytes:
-        """What the guest had signed: 64 bytes."""
-        return self.report.report_data
+    report_data: bytes
 
 
 def verify_snp(
@@ -326,7 +325,50 @@ def verify_snp(
         InvalidSignature, "SNP report", "a wrong signature", "the leaf's"
     ):
         key.verify(encode_dss_signature(r, s), report[:SIGNED_BYTES], ec.ECDSA(hashes.SHA384()))
-    return VerifiedSnp(parsed, product, Tcb.parse(parsed.reported_tcb, product), crl is not None)
+    return VerifiedSnp(
+        parsed,
+        product,
+        Tcb.parse(parsed.reported_tcb, product),
+        crl is not None,
+        parsed.report_data,
+    )
+
+
+MEASUREMENT_BYTES = 48
+
+_HEADER = b"TSQP simulated TEE 1\0"
+
+_SIMULATED_BYTES = len(_HEADER) + MEASUREMENT_BYTES + REPORT_DATA_BYTES
+
+# A key that is published here: simulated evidence proves nothing.
+_ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(hashlib.sha256(_HEADER).digest())
+
+
+class VerifiedSimulated(NamedTuple):
+    """What a simulated report says: 48 and 64 bytes."""
+
+    measurement: bytes
+    report_data: bytes
+
+
+def simulate(report_data: bytes, measurement: bytes) -> Evidence:
+    """Return evidence of a measurement (48 bytes) and of `report_data` (64 bytes)."""
+    signed = _HEADER + measurement + report_data
+    report = signed + _ROOT.sign(signed)
+    return Evidence(kind="simulated", report=report, certificates=(), collateral=b"")
+
+
+def verify_simulated(report: bytes) -> VerifiedSimulated:
+    """Verify that `simulate` wrote it. Raises EvidenceError."""
+    signed, signature = report[:_SIMULATED_BYTES], report[_SIMULATED_BYTES:]
+    try:
+        _ROOT.public_key().verify(signature, signed)
+    except InvalidSignature:
+        signed = b""
+    EvidenceError.unless(
+        signed.startswith(_HEADER), "simulated report", "other bytes", "one that was signed"
+    )
+    return VerifiedSimulated(signed[len(_HEADER) : -REPORT_DATA_BYTES], signed[-REPORT_DATA_BYTES:])
 
 
 _TD_FIELDS = ("mr_td", "rt_mr0", "rt_mr1", "rt_mr2", "rt_mr3", "report_data", "mr_config_id")

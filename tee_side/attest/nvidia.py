@@ -82,16 +82,17 @@ def verify_nvidia(
     """
     leaf = _verified_leaf(certificates, now)
     signed, r, s = report[:-96], report[-96:-48], report[-48:]
-    try:
+    with EvidenceError.instead_of(
+        (InvalidSignature, UnsupportedAlgorithm, ValueError),
+        "NVIDIA report: signature",
+        "a wrong one",
+        "that of the leaf's key",
+    ):
         key = leaf.public_key()
         if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
             raise EvidenceError("NVIDIA leaf", "another public key", "one of P-384")
         signature = encode_dss_signature(int.from_bytes(r), int.from_bytes(s))
         key.verify(signature, signed, ECDSA(SHA384()))
-    except (InvalidSignature, UnsupportedAlgorithm, ValueError):
-        raise EvidenceError(
-            "NVIDIA report: signature", "a wrong one", "that of the leaf's key"
-        ) from None
     _require(
         signed[_NONCE] == nonce, "report: nonce", "another", "the one that the GPU was asked with"
     )
@@ -111,16 +112,16 @@ def _verified_leaf(certificates: Sequence[bytes], now: datetime) -> x509.Certifi
         "another certificate",
         "the one that is pinned",
     )
-    try:
+    expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
+    with EvidenceError.instead_of(
+        (VerificationError, ValueError), "NVIDIA certificates", "another chain", expected
+    ):
         leaf, *between, root = chain = [*map(x509.load_der_x509_certificate, certificates)]
         # As in browsers, whose rules a leaf that is no server's does not meet.
         ca, leaves = ExtensionPolicy.webpki_defaults_ca(), ExtensionPolicy.permit_all()
         rules = PolicyBuilder().store(Store([root])).time(now)
         rules = rules.extension_policies(ca_policy=ca, ee_policy=leaves)
         found = rules.build_client_verifier().verify(leaf, between).chain
-    except (VerificationError, ValueError):
-        expected = f"one to the root, each valid at {now.isoformat(timespec='seconds')}"
-        raise EvidenceError("NVIDIA certificates", "another chain", expected) from None
     named = _LEAF_NAME.fullmatch(leaf.subject.rfc4514_string())
     below_root = between[-1].subject.rfc4514_string()
     _require(

@@ -110,6 +110,9 @@ class Receipt(Record):
     completion_tokens: Count
 
 
+_KEY = "a public key of Ed25519, and no point of small order"
+
+
 def require_key(encoded: bytes) -> bytes:
     """Return these 32 bytes, the public key that receipts are signed by. Raises ValueError.
 
@@ -120,23 +123,22 @@ def require_key(encoded: bytes) -> bytes:
     # Of the orders 1, 2 and 4, y is 1, -1 and 0. Twice a point of order 8 is one of order 4:
     # x^2 = -y^2, in the curve's equation -x^2 + y^2 = 1 - 121665/121666 x^2 y^2 (RFC 8032, 5.1).
     if len(encoded) != 32 or not y * (y**2 - 1) * (121665 * y**4 - 243332 * y**2 + 121666) % _P:
-        raise ValueError("a public key of Ed25519, and no point of small order")
+        raise ValueError(_KEY)
     return encoded
 
 
 def verify_receipt(signed: bytes, key: bytes) -> Receipt:
     """Return the receipt that a public key signed: see `require_key`. Raises EvidenceError."""
     packed, signature = signed[:-SIGNATURE_BYTES], signed[-SIGNATURE_BYTES:]
-    try:
+    with (
+        EvidenceError.instead_of(
+            ValueError, "receipt key", "another" if any(key) else "none", _KEY
+        ),
+        EvidenceError.instead_of(InvalidSignature, "receipt", "another signature", "the key's"),
+    ):
         Ed25519PublicKey.from_public_bytes(require_key(key)).verify(
             signature, RECEIPT_DOMAIN + packed
         )
-    except ValueError as error:
-        raise EvidenceError(
-            "receipt key", got="another" if any(key) else "none", expected=str(error)
-        ) from None
-    except InvalidSignature:
-        raise EvidenceError("receipt", got="another signature", expected="the key's") from None
     return Receipt.decode(packed)
 
 
@@ -262,18 +264,17 @@ def read_certificate(encoded: bytes) -> tuple[Statement, bytes]:
 
     Raises EvidenceError.
     """
-    try:
+    with EvidenceError.instead_of(
+        _UNREADABLE,
+        "certificate of the server",
+        "another",
+        f"a certificate with evidence ({EXTENSION.dotted_string})",
+    ):
         certificate = x509.load_der_x509_certificate(encoded)
         stated = certificate.extensions.get_extension_for_oid(EXTENSION).value
         public = certificate.public_key()
         if not isinstance(stated, x509.UnrecognizedExtension):
             raise ValueError
-    except _UNREADABLE:
-        raise EvidenceError(
-            "certificate of the server",
-            got="another",
-            expected=f"a certificate with evidence ({EXTENSION.dotted_string})",
-        ) from None
     return Statement.decode(stated.value), key_digest(public)
 
 

@@ -516,11 +516,10 @@ def load_policy(name_or_path: str) -> Policy:
     if is_path(name_or_path) or path.suffix == _SUFFIX:
         if path.suffix == ".py":
             return _checked(plugins.load_object(name_or_path, "POLICY"), name_or_path)
-        try:
+        with PolicyError.for_os(
+            str(path), "a policy file", UnicodeDecodeError, "text that is not UTF-8"
+        ):
             return _parse(plugins.read_checked(path).decode("utf-8"), str(path), path.parent)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "text that is not UTF-8"
-            raise PolicyError(str(path), reason, "a policy file") from None
     if name_or_path in _RENAMED:
         raise PolicyError("policy", repr(name_or_path), f"its new name, {_RENAMED[name_or_path]!r}")
     if (entry := plugins.one_entry_point(_ENTRY_POINTS, name_or_path)) is not None:

@@ -24,7 +24,6 @@ from tee_side.engine.request import (
     Logprob,
     NewToken,
     Pooling,
-    PromptRead,
     Request,
 )
 from tee_side.engine.tokenizer import TextStream, Tokenizer
@@ -90,15 +89,6 @@ class OfferedModel:
     def names(self) -> TokenNames:
         """Names of its tokens."""
         return cache(partial(token_name, self.tokenizer))
-
-
-def offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
-    """Return where in their text each token of a prompt begins."""
-    stream, at, found = TextStream(tokenizer), 0, []
-    for token_id in token_ids:
-        found.append(at)
-        at += len(stream.feed(token_id))
-    return found
 
 
 # Log-probabilities of one token, as pieces of JSON.
@@ -267,8 +257,20 @@ class WholeAnswer:
 
     def _pieces(self, prompt: int, delivery: Delivery) -> Iterator[str]:
         choices, form, names = self._choices[prompt], self._form, self._model.names
-        if delivery.prompt is not None:
-            yield from self._begin(prompt, delivery.prompt)
+        if (read := delivery.prompt) is not None:
+            # What stands in front of the first token.
+            for choice in choices:
+                yield self._open(choice)
+            if self._echo is not None:
+                request, entries = self._requests[prompt], list[Entry]()
+                if request.logprobs is not None and request.prompt_logprobs is not None:
+                    stream, offset = TextStream(self._model.tokenizer), 0
+                    rows = zip(request.prompt_ids, (None, *read.logprobs), strict=True)
+                    for token_id, logprob in rows:
+                        entries.append(form.entry(names, token_id, logprob, offset))
+                        offset += len(stream.feed(token_id))
+                for choice in choices:
+                    yield self._write(choice, self._echo[prompt], entries, None)
         for token in delivery.tokens:
             choice, entries = choices[token.sample], list[Entry]()
             if (logprob := token.logprob) is not None:
@@ -281,22 +283,6 @@ class WholeAnswer:
                 if choice.finish is None:
                     choice.finish = "length"
                     yield self._write(choice, "", (), choice.finish)
-
-    def _begin(self, prompt: int, read: PromptRead) -> Iterator[str]:
-        """Write what stands in front of the first token."""
-        for choice in self._choices[prompt]:
-            yield self._open(choice)
-        if self._echo is None:
-            return
-        form, names, request = self._form, self._model.names, self._requests[prompt]
-        entries: list[Entry] = []
-        if request.logprobs is not None and request.prompt_logprobs is not None:
-            ids = request.prompt_ids
-            places = offsets(self._model.tokenizer, ids)
-            rows = zip(ids, (None, *read.logprobs), places, strict=True)
-            entries = [form.entry(names, *row) for row in rows]
-        for choice in self._choices[prompt]:
-            yield self._write(choice, self._echo[prompt], entries, None)
 
     def _written(
         self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None

@@ -74,11 +74,10 @@ class AuditLog(AbstractContextManager["AuditLog"]):
             self._file = stack.enter_context(os.fdopen(os.open(path, flags, SECRET_MODE), "r+b"))
             regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
             AuditLogError.unless(regular, str(path), "no regular file", "an audit log")
-            try:
+            with AuditLogError.instead_of(
+                BlockingIOError, str(path), "a log that another process writes", "one of its own"
+            ):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                got = "a log that another process writes"
-                raise AuditLogError(str(path), got=got, expected="one of its own") from None
             reader = AuditReader(self._file, key, str(path))
             for _ in reader:
                 pass
@@ -104,9 +103,8 @@ class AuditLog(AbstractContextManager["AuditLog"]):
 
         It gets the `kind`, the `time` and these fields, below 64 KiB together (ValueError).
         """
-        told, self._lost_untold = self._lost_untold, 0
-        if told and not self._seal("lost", {"records": told}):
-            self._lost_untold = told
+        if self._lost_untold and self._seal("lost", {"records": self._lost_untold}):
+            self._lost_untold = 0
         if self._lost_untold or not self._seal(kind, fields):
             self.lost += 1
             self._lost_untold += 1

@@ -42,8 +42,6 @@ from tee_side.serve.watch import RequestWatch
 
 # Of all prompts and samples of a request.
 MAX_CHOICES = 2048
-# Requests of one owner that compile a grammar, or wait to; others get 503.
-_MOST_COMPILING = 64
 
 # The status that nginx logs for a client that has left; it is sent to no client.
 _CLIENT_LEFT = 499
@@ -169,23 +167,19 @@ async def prepared(
     serving, caller = serving_of(request), request.state.caller
     if not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
-    compiling = serving.compiling[caller.owner]
+    places, turns = serving.compiling[caller.owner]
     ApiError.unless(
-        compiling.count < _MOST_COMPILING,
+        not places.locked(),
         503,
         "too many grammars wait to be compiled: try again later",
         code="overloaded",
         headers={"retry-after": "1"},
     )
-    compiling.count += 1
-    try:
-        async with compiling.turns:
-            if await request.is_disconnected():
-                return Response(status_code=_CLIENT_LEFT)
-            caller.precheck()
-            return await asyncio.to_thread(prepare, serving, caller, body)
-    finally:
-        compiling.count -= 1
+    async with places, turns:
+        if await request.is_disconnected():
+            return Response(status_code=_CLIENT_LEFT)
+        caller.precheck()
+        return await asyncio.to_thread(prepare, serving, caller, body)
 
 
 def check_fields(model: OfferedModel, body: Generating) -> None:

@@ -27,6 +27,8 @@ _DONE = "data: [DONE]\n\n"
 
 # Prompts of one HTTP request that wait or run at a time.
 _AT_ONCE = 16
+# Requests of one owner that compile a grammar, or wait to; others get 503.
+_MOST_COMPILING = 64
 # After which a request that has begun looks for a place in the queue again.
 _RETRY_S = 0.05
 
@@ -36,20 +38,13 @@ def anyone(_request: HttpRequest) -> str:
     return ""
 
 
-@dataclass
-class Compiling:
-    """Turns of one owner to compile a grammar. `count`: requests that have one, or wait."""
-
-    count: int = 0
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """Everything that an endpoint needs.
 
     `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
-    PromptError. `compiling`: grammars of each owner.
+    PromptError. `compiling`: of each owner, places for requests that compile a grammar or wait to,
+    and turns to compile it.
     `authorise`: returns whose request it is, or raises `schema.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
     told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
@@ -64,8 +59,11 @@ class Serving:
     tempo_s: float = 0.0
     round_usage: int = 1
     receipts: ReceiptChain | None = None
-    compiling: dict[str, Compiling] = field(
-        default_factory=lambda: defaultdict(Compiling), init=False
+    compiling: dict[str, tuple[asyncio.Semaphore, asyncio.Semaphore]] = field(
+        default_factory=lambda: defaultdict(
+            lambda: (asyncio.Semaphore(_MOST_COMPILING), asyncio.Semaphore(2))
+        ),
+        init=False,
     )
 
 
@@ -253,7 +251,7 @@ class EngineResponse(Response):
         """Send a piece; with `end`, the last one, and `end` behind its receipt."""
         body, own = text.encode(), dict[str, str]()
         if self.receipt is not None:
-            self.receipt.add(body)
+            self.receipt.response.update(body)
         if self.receipt is not None and end is not None:
             told = self._counts.rounded(self._serving.round_usage)
             signed = self.receipt.sign(self._requests, told.prompt, told.completion)

@@ -168,8 +168,9 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
                 else expectation(fault["type"], fault["msg"]),
             ) from None
         other = names.setdefault(key.sha256, name)
-        got = f"the key of {other}"
-        KeyFileError.unless(other == name, f"{entry}: sha256", got, "a key of its own")
+        KeyFileError.unless(
+            other == name, f"{entry}: sha256", f"the key of {other}", "a key of its own"
+        )
     return keys
 
 

@@ -1,7 +1,7 @@
 """What a client may send, as the API of OpenAI names it, with some fields of vLLM and llama.cpp.
 
 Null is as good as left out. A field that is not here is refused, and so is one that would change
-the answer and is not supported (`_NotSupported`): no client gets another answer than it asked for.
+the answer and is not supported (`_NOT_SUPPORTED`): no client gets another answer than it asked for.
 
 And the one form of every error that leaves the server:
 
@@ -92,12 +92,24 @@ def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
     return add
 
 
-_UNUSED = (
-    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
-    *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
-    "id_slot",
+# What clients send that changes no answer: accepted, and not looked at.
+_UNUSED: dict[str, Any] = dict.fromkeys(
+    (
+        *(
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        ),
+        *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
+        *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
+        "id_slot",
+    ),
+    Any,
 )
+# What would change the answer, with the only values that do not.
 _NOT_SUPPORTED: dict[str, Any] = {
     "best_of": Literal[1] | None,
     "functions": _Empty | None,
@@ -130,16 +142,6 @@ _NOT_SUPPORTED: dict[str, Any] = {
 }
 
 
-@_accepting(dict.fromkeys(_UNUSED, Any))
-class _Unused(_Body):
-    """What clients send that changes no answer: accepted, and not looked at."""
-
-
-@_accepting(_NOT_SUPPORTED)
-class _NotSupported(_Body):
-    """What would change the answer, with the only values that do not."""
-
-
 @_accepting({"include_obfuscation": Any})
 class StreamOptions(_Body):
     """`include_obfuscation` is accepted and unused."""
@@ -168,8 +170,13 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-@_accepting(SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()})
-class Generating(_Unused, _NotSupported):
+@_accepting(
+    _UNUSED
+    | _NOT_SUPPORTED
+    | SAMPLING
+    | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
+)
+class Generating(_Body):
     """What completions and chats have in common."""
 
     model: _Name | None = None
@@ -243,8 +250,8 @@ class ChatRequest(Generating):
     add_generation_prompt: bool | None = None
 
 
-@_accepting({"truncate_prompt_tokens": None})
-class EmbeddingsRequest(_Unused):
+@_accepting(_UNUSED | {"truncate_prompt_tokens": None})
+class EmbeddingsRequest(_Body):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
     input: Prompt
@@ -316,19 +323,18 @@ _KNOWN_TYPES = {
 }
 
 
-class ErrorDetail(BaseModel):
-    """What is wrong; some errors have fields of their own beside these."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of every answer that is no success."""
-
-    error: ErrorDetail
+ErrorBody = create_model(
+    "ErrorBody",
+    __doc__="The body of every answer that is no success.",
+    error=create_model(
+        "ErrorDetail",
+        __doc__="What is wrong; some errors have fields of their own beside these.",
+        message=str,
+        type=str,
+        param=str | None,
+        code=str | None,
+    ),
+)
 
 
 class ApiError(HTTPException):
@@ -361,15 +367,9 @@ class ApiError(HTTPException):
         return Response(self.body, self.status_code, self.headers, "application/json")
 
 
-def wrong(param: str, expected: str) -> ApiError:
-    """Return the error of a field that is not as it should be."""
-    return ApiError(400, f"{param}: expected {expected}", param=param)
-
-
 def require(holds: object, param: str, expected: str) -> None:
     """Raise the error of a field that is not as it should be unless `holds`."""
-    if not holds:
-        raise wrong(param, expected)
+    ApiError.unless(holds, 400, f"{param}: expected {expected}", param=param)
 
 
 def loading() -> ApiError:
@@ -409,7 +409,8 @@ def of_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
     reached = [(len(path), [part for part in path if isinstance(part, int)]) for path in where]
     path = where[max(range(len(where)), key=reached.__getitem__)]
     expected = [_expected(fault) for fault, at in zip(faults, where, strict=True) if at == path]
-    return wrong(".".join(map(str, path)), " or ".join(dict.fromkeys(expected[:6])))
+    param, several = ".".join(map(str, path)), " or ".join(dict.fromkeys(expected[:6]))
+    return ApiError(400, f"{param}: expected {several}", param=param)
 
 
 def _path(fault: Mapping[str, Any]) -> list[str | int]:

@@ -19,7 +19,7 @@
 - A proxy sees targets, lengths and times. The HPKE key lasts as long as the program: a
   party that gets it can open what it recorded before.
 
-The server (`tee_side.serve.sealing`) and the client (`tsqp.client.transports`) share this module.
+The server (`tee_side.serve.identity`) and the client (`tsqp.client.transports`) share this module.
 """
 
 import secrets
@@ -70,20 +70,21 @@ class HpkeKey:
 
     def open(self, sealed: bytes, info: bytes) -> bytes:
         """Return what was sealed to this key. Raises ProtocolError."""
-        try:
+        with ProtocolError.instead_of(
+            InvalidTag,
+            "HPKE",
+            "another key, purpose or content",
+            "bytes that were sealed to this key, for this purpose",
+        ):
             return _hpke(self.suite).decrypt(sealed, self._private, info)
-        except InvalidTag:
-            raise ProtocolError(
-                "HPKE",
-                got="another key, purpose or content",
-                expected="bytes that were sealed to this key, for this purpose",
-            ) from None
 
 
 def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:
     """Return bytes sealed to a public key. Raises ProtocolError where it is no key of `suite`."""
     first = public[:-KEY_BYTES]
-    try:
+    with ProtocolError.instead_of(
+        (TypeError, ValueError), "HPKE", "another public key", f"one of {suite}"
+    ):
         key: x25519.X25519PublicKey | hpke.MLKEM768X25519PublicKey
         key = last = x25519.X25519PublicKey.from_public_bytes(public[-KEY_BYTES:])
         if first:
@@ -91,8 +92,6 @@ def seal(suite: SuiteName, public: bytes, info: bytes, plain: bytes) -> bytes:
                 mlkem.MLKEM768PublicKey.from_public_bytes(first), last
             )
         return _hpke(suite).encrypt(plain, key, info)
-    except (TypeError, ValueError):
-        raise ProtocolError("HPKE", "another public key", f"one of {suite}") from None
 
 
 def _hpke(suite: SuiteName) -> hpke.Suite:

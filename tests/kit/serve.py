@@ -24,6 +24,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import create_app
 from tee_side.serve.exchange import Serving
+from tee_side.serve.identity import Sealing
 from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
@@ -34,7 +35,6 @@ from tee_side.serve.sealed import (
     ResponseHead,
     seal_secret,
 )
-from tee_side.serve.sealing import Sealing
 from tsqp.run.settings import model_directory
 
 GONE = EndpointError("ipc:///tmp/gpu", got="nothing", expected="a reply")

@@ -63,7 +63,7 @@ _MODULES = {
 _FIRST = ("tests.kit.before_forks",)
 _LATE = (
     *("gpu_side.service", "tee_side.runner", "tsqp.cli.generate", "tsqp.run.process"),
-    *("tsqp.cli.serve", "tsqp.run.server", "tee_side.serve.app", "tee_side.serve.sealing"),
+    *("tsqp.cli.serve", "tsqp.run.server", "tee_side.serve.app", "tee_side.serve.identity"),
 )
 _LOCK = threading.Lock()
 _SERVER = get_context("forkserver")

@@ -126,10 +126,8 @@ def build(
     Two builds of one lock and one source give the same files, bit by bit. Needs root, mmdebstrap
     and apt.
     """
-    from tsqp.deploy.build import build as make
-    from tsqp.deploy.build import resolve
+    from tsqp.deploy import build as making
     from tsqp.deploy.launch import least_memory_mib
-    from tsqp.deploy.packages import TORCH_INDEX
 
     def progress(step: str) -> None:
         click.echo(f"{output}: {step}", err=True)
@@ -154,18 +152,18 @@ def build(
         )
     else:
         progress("look up today's packages")
-        parts = resolve(
+        parts = making.resolve(
             suite or "bookworm",
             checkout,
             small=small,
-            torch_index=torch_index or TORCH_INDEX,
+            torch_index=torch_index,
             scratch=scratch,
         )
     if save is not None:
         fetch(parts.artifacts, save, packages)
         packages = (save, *packages)
     jobs = jobs or os.cpu_count() or 1
-    make(parts, checkout, output, progress, packages=packages, jobs=jobs, scratch=scratch)
+    making.build(parts, checkout, output, progress, packages=packages, jobs=jobs, scratch=scratch)
     (output / LOCK).write_bytes(parts.to_bytes())
     size = bytes_for_people((output / INITRAMFS).stat().st_size)
     least = least_memory_mib(output)

@@ -19,6 +19,7 @@ from tsqp.run.settings import DEMO, RunSettings, model_directory
 
 if TYPE_CHECKING:
     from tee_side.protect.masks.mask import Mask
+    from tee_side.words import Site
 
 
 @contextmanager
@@ -89,8 +90,8 @@ def calibrate(
     is refused.
     """
     from tee_side.protect.calibration import CALIBRATION_FILE
-    from tsqp.calibrate import SiteResult, parse_ids, save_calibration, site_name
     from tsqp.calibrate import calibrate as run_calibration
+    from tsqp.calibrate import parse_ids, save_calibration, site_name
 
     directory = model_directory(model)
     path = directory / CALIBRATION_FILE if output is None else output
@@ -105,23 +106,22 @@ def calibrate(
         if token_ids is None
         else parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
     )
-    results: list[SiteResult] = []
+    errors: dict[Site, float] = {}
     with _progress("calibrating") as show:
 
-        def progress(result: SiteResult) -> None:
-            results.append(result)
-            show(len(results), result.total)
+        def progress(site: Site, error: float, total: int) -> None:
+            errors[site] = error
+            show(len(errors), total)
 
         calibration = run_calibration(directory, content, tokens, progress, chunks=chunks)
     save_calibration(calibration, path)
-    tightest = min(results, key=lambda result: result.headroom)
-    worst = max(results, key=lambda result: result.error)
-    click.echo(f"{path}: {len(results)} sites, {calibration.tokens} tokens")
+    headroom, tightest = min((scales.headroom, site) for site, scales in calibration.sites.items())
+    error, worst = max((error, site) for site, error in errors.items())
+    click.echo(f"{path}: {len(errors)} sites, {calibration.tokens} tokens")
     click.echo(
-        f"least headroom: {tightest.headroom:.1f} times the largest row seen,"
-        f" at {site_name(tightest.site)}"
+        f"least headroom: {headroom:.1f} times the largest row seen, at {site_name(tightest)}"
     )
-    click.echo(f"largest error of a product: {worst.error:.2%}, at {site_name(worst.site)}")
+    click.echo(f"largest error of a product: {error:.2%}, at {site_name(worst)}")
 
 
 @click.command(context_settings=CONTEXT)
@@ -339,11 +339,11 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
 
     key = SEAL_KEY.read(to)
     with _progress(f"seal {model}") as show:
-        made = run(model_directory(model), key, output, show)
-    if made.skipped:
-        click.echo(f"left out, as they are no files: {', '.join(made.skipped)}", err=True)
-    click.echo(f"{output}: {made.files} files, {bytes_for_people(made.plain_bytes)}, sealed")
-    click.echo(f"SHA-256 of the seal: {made.digest}")
+        files, plain_bytes, skipped, digest = run(model_directory(model), key, output, show)
+    if skipped:
+        click.echo(f"left out, as they are no files: {', '.join(skipped)}", err=True)
+    click.echo(f"{output}: {files} files, {bytes_for_people(plain_bytes)}, sealed")
+    click.echo(f"SHA-256 of the seal: {digest}")
 
 
 @seal.command("new-key", context_settings=CONTEXT)

@@ -82,8 +82,8 @@ def doctor(
     else:
         from tsqp.preflight import Start, examine_start
 
-        manifest = load_manifest(model_directory(model), settings)
-        start = Start(replace(settings, model=model), manifest, timeout_s)
+        directory, settings = model_directory(model), replace(settings, model=model)
+        start = Start(directory, settings, load_manifest(directory, settings), timeout_s)
         findings = examine_start(start) + findings
     click.echo(render(findings, as_json=as_json))
     lacking = any(found.topic == "run" and found.state == "missing" for found in findings)

@@ -295,11 +295,8 @@ def read_line() -> str | None:
 def read_text(file: str | Path, option: str) -> str:
     """Return the text of a file, of standard input where a name is "-". Raises PromptError."""
     where = "standard input" if file == "-" else f"{option} {file}"
-    try:
+    with PromptError.for_os(where, "a text file", ValueError):
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PromptError(where, reason or "an unreadable file", "a text file") from None
     return decode(content, where)
 
 

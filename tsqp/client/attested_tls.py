@@ -28,7 +28,7 @@ import time
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException, HTTPResponse
@@ -235,16 +235,12 @@ def _ask(connection: _AttestedSocket, nonce: bytes) -> Statement:
     connection.encrypted().write(
         f"GET /v1/attestation?nonce={nonce.hex()} HTTP/1.1\r\nhost: tsqp\r\n\r\n".encode()
     )
-    reply = HTTPResponse(connection)
-    try:
+    reply, body = HTTPResponse(connection), b""
+    with closing(reply), suppress(HTTPException, TypeError, ValueError):
         reply.begin()
         # The connection is used further: its end is where the length says, and not another's.
         most = int(reply.headers["content-length"])
         body = reply.read(most) if 0 <= most <= MAX_ANSWER_BYTES else b""
-    except (HTTPException, TypeError, ValueError):
-        body = b""
-    finally:
-        reply.close()
     EvidenceError.unless(
         reply.status == 200, "new evidence", f"status {reply.status}", "an answer with evidence"
     )
@@ -295,14 +291,14 @@ def prove(address: Address, context: AttestedContext) -> Proved:
 
     Raises NotAttestedError, and EndpointError where none answers.
     """
-    try:
-        with socket.create_connection((address.host, address.port), CONNECT_S) as plain:
-            context.wrap_socket(plain, server_hostname=address.host).close()
-    except (OSError, UnicodeError) as error:  # an ssl.SSLError is an OSError
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
-        raise EndpointError(
-            str(address), reason or type(error).__name__, "a server with TLS 1.3"
-        ) from None
+    with (
+        # A UnicodeError is of a name that no host can have.
+        EndpointError.for_os(
+            str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
+        ),
+        socket.create_connection((address.host, address.port), CONNECT_S) as plain,
+    ):
+        context.wrap_socket(plain, server_hostname=address.host).close()
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved

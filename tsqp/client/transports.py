@@ -83,7 +83,13 @@ class SealedTransport(_Over):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; its answer is opened as it comes."""
-        body, secret = self._sealed(request)
+        path, _, query = request.url.raw_path.partition(b"?")
+        secret, sealed = seal_secret(self._suite, self._public_key, target_of(path, query))
+        headers = joined(request.headers.raw)
+        headers = {name: headers[name] for name in headers if name not in _OF_CONNECTION}
+        head = RequestHead(time=int(time.time()), method=request.method, headers=headers)
+        direction = Direction(b"request", sealed, secret)
+        chunks = direction.seal(head.encode()) + direction.seal(request.read(), final=True)
         outer = httpx2.Request(
             "POST",
             request.url,
@@ -93,7 +99,7 @@ class SealedTransport(_Over):
                 "accept-encoding": "identity",
                 "content-type": CONTENT_TYPE,
             },
-            content=body,
+            content=sealed + chunks,
             extensions=request.extensions,
         )
         answer = self._inner.handle_request(outer)
@@ -103,22 +109,11 @@ class SealedTransport(_Over):
                 raise UnsealedError(answer.status_code)
             opened = _OpenedAnswer(answer, secret)
             with _as_httpx2():
-                head = ResponseHead.decode(next(opened.chunks))
+                answered = ResponseHead.decode(next(opened.chunks))
         except BaseException:
             answer.close()
             raise
-        return httpx2.Response(head.status, headers=head.raw(), stream=opened)
-
-    def _sealed(self, request: httpx2.Request) -> tuple[bytes, bytes]:
-        """Return what is sent of a request, and its secret."""
-        path, _, query = request.url.raw_path.partition(b"?")
-        secret, sealed = seal_secret(self._suite, self._public_key, target_of(path, query))
-        headers = joined(request.headers.raw)
-        headers = {name: headers[name] for name in headers if name not in _OF_CONNECTION}
-        head = RequestHead(time=int(time.time()), method=request.method, headers=headers)
-        direction = Direction(b"request", sealed, secret)
-        chunks = direction.seal(head.encode()) + direction.seal(request.read(), final=True)
-        return sealed + chunks, secret
+        return httpx2.Response(answered.status, headers=answered.raw(), stream=opened)
 
 
 class _OpenedAnswer(httpx2.SyncByteStream):

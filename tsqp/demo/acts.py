@@ -26,6 +26,7 @@ from tsqp.demo.programs import (
     Liar,
     Tap,
     TapFeed,
+    Tokens,
     generate,
     run_generate,
     stream_chat,
@@ -33,7 +34,6 @@ from tsqp.demo.programs import (
 from tsqp.demo.verdict import (
     CLEAR_INTEGERS,
     RunCost,
-    Tokens,
     Verdict,
     act_panel,
     acts_table,
@@ -46,7 +46,6 @@ from tsqp.demo.verdict import (
     compare_served,
     lie_panel,
     operators_table,
-    tokens_of,
     transformers_tokens,
 )
 from tsqp.extras import require
@@ -192,7 +191,7 @@ class Stage:
                 **after,
             )
 
-        tap = Tap(reach.endpoints[0], feed.add, endpoint=self._services.tap_endpoint())
+        tap = Tap(reach.endpoints[0], feed.add, endpoint=self._services.endpoint("tap"))
         with tap, self._live(panel) as draw:
 
             def show(piece: str) -> None:
@@ -200,14 +199,13 @@ class Stage:
                 draw()
 
             arguments = self._arguments(name, reach.options(tap.endpoint))
-            report, logits = generate(arguments, self._folder, show)
+            report, tokens = generate(arguments, self._folder, show)
         EndpointError.unless(
             feed.requests or not report["rpc"]["count"],
             "tap",
             "no requests",
             "the runner's requests",
         )
-        tokens = tokens_of(policy.name, report, logits)
         story.rstrip()
         said = str(story).removeprefix(self._prompt)
         reading = self._matcher.read(feed.inputs, report["prompt_token_ids"], said)
@@ -266,7 +264,7 @@ class Stage:
         liar = Liar(min(LIES_AT, -(-honest.requests // 2)))
         reach = self._services.reach(honest.policy)
         console.print()
-        tap_endpoint = self._services.tap_endpoint()
+        tap_endpoint = self._services.endpoint("tap")
         with Tap(reach.endpoints[0], liar.hear, liar.answer, tap_endpoint) as tap:
             status, last = run_generate(
                 self._arguments(LIED_TO, reach.options(tap.endpoint)), shown.append
@@ -298,9 +296,9 @@ class Stage:
 
     def _quietly(self, name: str, prompt_ids: Sequence[int] = ()) -> Tokens:
         """Generate from the prompt, or from others given as ids."""
-        policy = load_policy(name)
-        arguments = self._arguments(name, self._services.reach(policy).options(), prompt_ids)
-        return tokens_of(policy.name, *generate(arguments, self._folder, lambda _: None))
+        options = self._services.reach(load_policy(name)).options()
+        arguments = self._arguments(name, options, prompt_ids)
+        return generate(arguments, self._folder, lambda _: None)[1]
 
     def _arguments(
         self, name: str, options: list[str], prompt_ids: Sequence[int] = ()

@@ -9,6 +9,7 @@ each request is decoded with the public schema alone.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from gpu_side.encoding import open_request, read_request
 from gpu_side.service import open_listener
@@ -53,6 +56,15 @@ COMPUTING = ("--dtype", DTYPE, "--threads", "1")
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """What a run came to. `logits`: float32 [tokens, V], those that each token was chosen from."""
+
+    name: str
+    ids: list[int]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Reach:
     """Where a policy's services are, and the key that they need, if any."""
 
@@ -75,7 +87,7 @@ class DemoServices:
 
     def __init__(self, running: ExitStack, folder: Path, say: Callable[[str], None]) -> None:
         self._running, self._folder, self._say = running, folder, say
-        self._started = self._taps = 0
+        self._numbers = itertools.count(1)
         self._plain: list[str] = []
         self._provisioned: dict[ProvisionedMask, Reach] = {}
 
@@ -96,20 +108,16 @@ class DemoServices:
             self._plain.append(self._start("demo"))
         return Reach(tuple(self._plain[: policy.services]))
 
-    def tap_endpoint(self) -> str:
-        """Return where the next tap is to listen."""
-        self._taps += 1
-        return self._at(f"tap-{self._taps}")
-
-    def _at(self, name: str) -> str:
-        return f"{'unix' if native.library is None else 'shm'}://{self._folder / name}"
+    def endpoint(self, name: str) -> str:
+        """Return where the next tap, or service, is to listen."""
+        path = self._folder / f"{name}-{next(self._numbers)}"
+        return f"{'unix' if native.library is None else 'shm'}://{path}"
 
     def _start(self, model: str) -> str:
-        if native.library is None and not self._started:
+        if native.library is None and not self._plain and not self._provisioned:
             self._say("no shared memory: kernels are not compiled here (tsqp doctor says how)")
-        self._started += 1
         pid, endpoint = start_service(
-            self._running, [model, "--bind", self._at(f"gpu-{self._started}"), *COMPUTING]
+            self._running, [model, "--bind", self.endpoint("gpu"), *COMPUTING]
         )
         self._say(f"gpu-service: process {pid}, ready at {endpoint}")
         return endpoint
@@ -117,19 +125,20 @@ class DemoServices:
 
 def generate(
     arguments: list[str], folder: Path, show: Callable[[str], None]
-) -> tuple[dict[str, Any], Path]:
-    """Run `tee-runner generate demo`; return its report, and the file with its logits.
+) -> tuple[dict[str, Any], Tokens]:
+    """Run `tee-runner generate demo`; return its report, and what it came to.
 
-    `folder`: where a new directory is made for both. `show` gets the text as it comes.
+    `folder`: where a new directory is made for its files. `show` gets the text as it comes.
     Raises ProcessError.
     """
     made = Path(tempfile.mkdtemp(dir=folder, prefix="run-"))
-    report, logits = made / "report.json", made / "logits.safetensors"
+    path, logits = made / "report.json", made / "logits.safetensors"
     status, last = run_generate(
-        ["--report", str(report), "--save-logits", str(logits), *arguments], show
+        ["--report", str(path), "--save-logits", str(logits), *arguments], show
     )
     ProcessError.unless(status == 0, "tee-runner", last, "exit status 0")
-    return json.loads(report.read_text(encoding="utf-8")), logits
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report, Tokens(report["policy"], report["token_ids"], load_file(logits)["logits"])
 
 
 def run_generate(arguments: list[str], show: Callable[[str], None]) -> tuple[int, str]:
@@ -240,25 +249,18 @@ class Tap:
     def _exchange(self, frames: list[bytes]) -> list[bytes] | None:
         """Return the service's reply, whatever it is; None for none, as the client will notice."""
         # Below what a channel makes of a request and its reply: these are others'.
-        try:
+        with suppress(TsqpError):
             self._back._send("a request", frames, sum(map(len, frames)), _TIMEOUT_S)
             # After forwarding, so that looking at a request does not delay it.
-            self._show(frames)
+            with suppress(ProtocolError):
+                request = read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
+                if (seen := describe_request(request)) is not None:
+                    self._on_request(seen)
             until = time.monotonic() + _TIMEOUT_S
             while time.monotonic() < until:
                 if (received := self._back._receive(until)) is not None:
                     return list(map(bytes, received[0]))
-        except TsqpError:
-            pass
         return None
-
-    def _show(self, frames: list[bytes]) -> None:
-        try:
-            request = read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
-        except ProtocolError:
-            return
-        if (seen := describe_request(request)) is not None:
-            self._on_request(seen)
 
 
 @dataclass(eq=False)

@@ -14,14 +14,13 @@ import torch
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
-from safetensors.torch import load_file
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.words import OPERATORS
-from tsqp.demo.programs import DTYPE, Lie, TapFeed
+from tsqp.demo.programs import DTYPE, Lie, TapFeed, Tokens
 from tsqp.page.seen import ByteSummary, Seen, VocabularyReading, summarise
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import model_directory
@@ -34,15 +33,6 @@ _WRONG_RESULT = "a wrong result"
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What a run came to. `logits`: float32 [tokens, V], those that each token was chosen from."""
-
-    name: str
-    ids: list[int]
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Verdict:
     """One comparison. `remark`: for information, whatever the outcome."""
 
@@ -50,11 +40,6 @@ class Verdict:
     passed: bool
     finding: str
     remark: str = ""
-
-
-def tokens_of(name: str, report: dict[str, Any], logits_file: Path) -> Tokens:
-    """Return what a run of tee-runner came to."""
-    return Tokens(name, list(report["token_ids"]), load_file(logits_file)["logits"])
 
 
 def transformers_tokens(prompt_ids: Sequence[int], max_new_tokens: int) -> Tokens:
@@ -258,7 +243,7 @@ def act_panel(
         measured = _measured(summary, feed, _ASCII_BARS if ascii_only else _BARS)
         if reading is not None:
             measured.append(("read", _reading(reading, broken)))
-        rows.append(_facts(measured))
+        rows.append(definitions(measured, style="bold"))
     return Panel(
         Group(*rows),
         title=Text(title, style="bold"),
@@ -292,7 +277,7 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
         Group(
             Text.assemble((prompt, "bold"), story),
             Rule("what the service did, and what the runner said", style="dim"),
-            _facts(facts),
+            definitions(facts, style="bold"),
         ),
         title=Text(title, style="bold"),
         title_align="left",
@@ -302,18 +287,16 @@ def lie_panel(title: str, prompt: str, story: str, lie: Lie, refusal: str, *, wi
 
 def _feed_table(shown: Sequence[Seen], feed: TapFeed, width: int, which: str) -> Table:
     made = Table(
+        Column("layer", justify="right", width=5),
+        Column("operator", no_wrap=True, width=20),
+        Column("shape", no_wrap=True, width=9),
+        Column(Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1),
         box=rich.box.SIMPLE_HEAD,
         header_style="dim",
         collapse_padding=True,
         pad_edge=False,
         show_edge=False,
         expand=True,
-    )
-    made.add_column("layer", justify="right", width=5)
-    made.add_column("operator", no_wrap=True, width=20)
-    made.add_column("shape", no_wrap=True, width=9)
-    made.add_column(
-        Text(f"{which} {len(shown)} of {feed.requests} requests"), no_wrap=True, ratio=1
     )
     for seen in shown:
         made.add_row(
@@ -334,10 +317,6 @@ def _numbers(seen: Seen, count: int) -> str:
     if all(abs(n) < 1 << 20 for n in whole):
         return " ".join(f"{n:8d}" for n in whole)
     return " ".join(f"{n & 0xFFFFFFFF:08x}" for n in whole)
-
-
-def _facts(facts: Iterable[tuple[str, RenderableType]]) -> Table:
-    return definitions((Text(term, style="bold"), found) for term, found in facts)
 
 
 def _measured(summary: ByteSummary, feed: TapFeed, bars: str) -> list[tuple[str, RenderableType]]:

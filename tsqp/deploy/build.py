@@ -29,7 +29,6 @@ from tsqp.deploy.packages import (
     install_packages,
     install_wheels,
     newest_kernel,
-    resolve_build,
     resolve_wheels,
 )
 
@@ -178,10 +177,12 @@ def add_units(root: Path) -> None:
     """
     units = root / "etc/systemd/system"
     ours = files("tsqp.deploy") / "guest"
-    for entry in ours.iterdir():
-        if entry.name.endswith((".service", ".mount")):
-            _write(units / entry.name, entry.read_text())
     contents = {
+        f"etc/systemd/system/{entry.name}": entry.read_text()
+        for entry in ours.iterdir()
+        if entry.name.endswith((".service", ".mount"))
+    }
+    contents |= {
         "etc/systemd/network/80-tsqp.network": (ours / "tsqp.network").read_text(),
         "usr/lib/tmpfiles.d/tsqp.conf": (ours / "tsqp.tmpfiles").read_text(),
         "usr/lib/tsqp/start.py": (ours / "start.py").read_text(),
@@ -190,7 +191,8 @@ def add_units(root: Path) -> None:
         "etc/modules-load.d/tsqp.conf": "".join(f"{name}\n" for name in _LOADED),
     }
     for path, content in contents.items():
-        _write(root / path, content)
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
     for wants, names in _ENABLED.items():
         (units / wants).mkdir()
         for name in names:
@@ -204,11 +206,6 @@ def add_units(root: Path) -> None:
     (root / "init").symlink_to("usr/lib/systemd/systemd")
 
 
-def _write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content)
-
-
 _ROOT = ("kmod", "python3", "systemd", "udev")
 
 _ROOT_RUNNER = ("libstdc++6",)
@@ -220,28 +217,31 @@ _TOOLS_RUNNER = ("g++", "libpython3-dev", "python3-pip")
 # Of zstd: more takes much longer, for a few per cent.
 _LEVEL = 15
 
-Progress = Callable[[str], None]
-
 
 def resolve(
     suite: Suite,
     source: Path,
     *,
     small: bool,
-    torch_index: str = TORCH_INDEX,
+    torch_index: str | None = None,
     scratch: Path | None = None,
 ) -> Lock:
     """Return what an image is made of today. Raises SettingsError."""
     with TemporaryDirectory(dir=scratch, prefix="tsqp-resolve-") as name:
         directory = Path(name).resolve()
         archive = Archive(suite, directory / "apt")
+        wheels, build = (
+            ((), ())
+            if small
+            else resolve_wheels(source, suite, directory, torch_index or TORCH_INDEX)
+        )
         return Lock(
             suite=suite,
             kernel=newest_kernel(directory / "kernel"),
             root=archive.resolve(_ROOT if small else _ROOT + _ROOT_RUNNER),
             tools=archive.resolve(_TOOLS if small else _TOOLS + _TOOLS_RUNNER),
-            wheels=() if small else resolve_wheels(source, suite, directory, torch_index),
-            build=() if small else resolve_build(source, suite, directory),
+            wheels=wheels,
+            build=build,
         )
 
 
@@ -249,7 +249,7 @@ def build(
     lock: Lock,
     source: Path,
     output: Path,
-    progress: Progress,
+    progress: Callable[[str], None],
     *,
     packages: Sequence[Path] = (),
     jobs: int = 1,
@@ -322,14 +322,11 @@ def _add_kernel(tools: Path) -> str:
     call_inside(
         tools, ["depmod", "--basedir", f"/{modules.parents[2].relative_to(tools)}", release]
     )
-    needed: dict[str, list[str]] = {}
+    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
     for line in (modules / "modules.dep").read_text().splitlines():
         module, _, others = line.partition(":")
-        needed[module] = [module, *others.split()]
-    wanted = {name.replace("_", "-") for name in _WANTED_MODULES}
-    for module, group in needed.items():
         if Path(module).name.partition(".")[0].replace("_", "-") in wanted:
-            for name in group:
+            for name in (module, *others.split()):
                 (into / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(modules / name, into / name)
     for name in ("modules.builtin", "modules.builtin.modinfo", "modules.order"):

@@ -118,8 +118,10 @@ class Lock(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Lock:
         """Read a lock file. Raises SettingsError."""
-        readable = SettingsError.for_os(str(path), "a lock file")
-        with readable, SettingsError.instead_of(ValueError, str(path), "another content", "JSON"):
+        with (
+            SettingsError.for_os(str(path), "a lock file"),
+            SettingsError.instead_of(ValueError, str(path), "another content", "JSON"),
+        ):
             content = json.loads(path.read_bytes())
         return validate_file(cls, content, str(path), SettingsError)
 
@@ -136,35 +138,29 @@ def fetch(artifacts: Iterable[Artifact], into: Path, folders: Sequence[Path] = (
     for artifact in artifacts:
         target = into / artifact.file
         if not target.exists():
-            _copy(artifact, target, folders)
+            saved = (folder.absolute() / artifact.file for folder in folders)
+            url = next((path.as_uri() for path in saved if path.exists()), artifact.url)
+            SettingsError.unless(
+                url.startswith(("file://", "http://", "https://")),
+                artifact.file,
+                "no folder that has it",
+                "--packages",
+            )
+            part = target.with_suffix(".part")
+            try:
+                with urlopen(url, timeout=_TIMEOUT_S) as reply, part.open("wb") as file:  # noqa: S310
+                    shutil.copyfileobj(reply, file)
+            except (OSError, HTTPException) as error:
+                # Debian keeps no old versions.
+                raise SettingsError(
+                    artifact.url, got=str(error), expected="it there, or in a folder of --packages"
+                ) from None
+            part.rename(target)
         with target.open("rb") as file:
             got = hashlib.file_digest(file, "sha256").hexdigest()
         if got != artifact.sha256:
             target.unlink()
             raise SettingsError(artifact.url, got=f"SHA-256 {got}", expected=artifact.sha256)
-
-
-def _copy(artifact: Artifact, target: Path, folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if (folder / artifact.file).exists():
-            shutil.copyfile(folder / artifact.file, target)
-            return
-    SettingsError.unless(
-        artifact.url.startswith(("file://", "http://", "https://")),
-        artifact.file,
-        "no folder that has it",
-        "--packages",
-    )
-    part = target.with_suffix(".part")
-    try:
-        with urlopen(artifact.url, timeout=_TIMEOUT_S) as reply, part.open("wb") as file:  # noqa: S310
-            shutil.copyfileobj(reply, file)
-    except (OSError, HTTPException) as error:
-        # Debian keeps no old versions.
-        raise SettingsError(
-            artifact.url, got=str(error), expected="it there, or in a folder of --packages"
-        ) from None
-    part.rename(target)
 
 
 @dataclass(frozen=True)
@@ -188,17 +184,14 @@ def measure(image: Path, launch: Launch) -> bytes:
     them out with kernel-hashes=on. Raises SettingsError for files that are not such ones,
     and ImportError without the package `sev-snp-measure`.
     """
-    from sevsnpmeasure.guest import calc_launch_digest
-    from sevsnpmeasure.ovmf import OVMF, SectionType
-    from sevsnpmeasure.sev_mode import SevMode
-    from sevsnpmeasure.vcpu_types import CPU_SIGS
+    from sevsnpmeasure import guest, ovmf, sev_mode, vcpu_types
 
     require_image(image)
     SettingsError.unless(
-        launch.vcpu_type in CPU_SIGS,
+        launch.vcpu_type in vcpu_types.CPU_SIGS,
         "vcpu type",
         launch.vcpu_type,
-        f"one of {', '.join(sorted(CPU_SIGS))}",
+        f"one of {', '.join(sorted(vcpu_types.CPU_SIGS))}",
     )
     # Other firmware would start a kernel that nothing measured.
     firmware = str(launch.firmware)
@@ -212,17 +205,17 @@ def measure(image: Path, launch: Launch) -> bytes:
         ),
         SettingsError.for_os(firmware, expected),
     ):
-        found = OVMF(firmware).has_metadata_section(SectionType.SNP_KERNEL_HASHES)
+        found = ovmf.OVMF(firmware).has_metadata_section(ovmf.SectionType.SNP_KERNEL_HASHES)
     SettingsError.unless(found, firmware, "no place for them", expected)
     with SettingsError.instead_of(
         UnicodeDecodeError, str(image / COMMAND_LINE), "another content", "ASCII"
     ):
         line = (image / COMMAND_LINE).read_text(encoding="ascii")
     return bytes(
-        calc_launch_digest(
-            SevMode.SEV_SNP,
+        guest.calc_launch_digest(
+            sev_mode.SevMode.SEV_SNP,
             launch.vcpus,
-            CPU_SIGS[launch.vcpu_type],
+            vcpu_types.CPU_SIGS[launch.vcpu_type],
             firmware,
             str(image / KERNEL),
             str(image / INITRAMFS),

@@ -243,8 +243,10 @@ class GuestMachine:
 
     def vsock_command(self, vsock_device: Path) -> list[str]:
         """Return the command of the program that is the host's end of vsock."""
-        words = [VSOCK_DEVICE, "--guest-cid", str(self.cid), "--socket", str(vsock_device)]
-        return [*words, "--uds-path", str(self.vsock)]
+        return [
+            *(VSOCK_DEVICE, "--guest-cid", str(self.cid), "--socket", str(vsock_device)),
+            *("--uds-path", str(self.vsock)),
+        ]
 
     def __str__(self) -> str:
         """Return the commands as a shell takes them."""

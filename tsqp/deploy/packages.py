@@ -36,7 +36,8 @@ _SHOWN_LINES = 8
 def call(command: Sequence[str | Path], *, settings: Mapping[str, str] | None = None) -> bytes:
     """Run a program and return its stdout. Raises SettingsError with the end of its stderr.
 
-    `settings`: variables on top of the fixed environment.
+    `settings`: variables on top of the fixed environment; of programs that ask a network, all of
+    this process's own but its language.
     """
     program = str(command[0])
     with SettingsError.instead_of(FileNotFoundError, program, "no such program", "it installed"):
@@ -61,11 +62,6 @@ def call_inside(root: Path, command: Sequence[str], **settings: str) -> bytes:
     return call(["chroot", root, *command], settings=settings)
 
 
-def own_environment() -> dict[str, str]:
-    """Return this process's environment: of programs that ask a network, by the user's settings."""
-    return dict(os.environ) | {"LC_ALL": "C.UTF-8"}
-
-
 ARCHIVE = "http://deb.debian.org"
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -74,7 +70,9 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _KERNEL = "linux-image-cloud-amd64"
 
 _LINE = re.compile(
-    r"^'(?P<url>\S+)' (?P<file>\S+) \d+ SHA256:(?P<sha256>[0-9a-f]{64})$", re.MULTILINE
+    r"^'(?P<url>\S+)' (?P<name>[^\s_]+)_(?P<version>[^\s_]+)_\S+ \d+"
+    r" SHA256:(?P<sha256>[0-9a-f]{64})$",
+    re.MULTILINE,
 )
 
 # Debian 13's base files have /bin as a link to /usr/bin; those of 12 leave it to the installer, and
@@ -120,7 +118,15 @@ class Archive:
         wanted = ["?essential", *(["usr-is-merged"] if self._suite == "bookworm" else []), *names]
         command = ["apt-get", "-y", "--print-uris", "install", *wanted]
         printed = call(command, settings=self._settings).decode()
-        found = [_package(match) for match in _LINE.finditer(printed)]
+        found = [
+            Artifact(
+                name=unquote(match["name"]),
+                version=unquote(match["version"]),
+                url=match["url"],
+                sha256=match["sha256"],
+            )
+            for match in _LINE.finditer(printed)
+        ]
         return tuple(sorted(found, key=lambda artifact: artifact.name))
 
 
@@ -130,11 +136,6 @@ def newest_kernel(directory: Path) -> Artifact:
         if re.match(r"linux-image-\d", artifact.name):
             return artifact
     raise SettingsError(_KERNEL, got="no kernel", expected="a package that depends on one")
-
-
-def _package(match: re.Match[str]) -> Artifact:
-    name, version, _ = unquote(match["file"]).split("_")
-    return Artifact(name=name, version=version, url=match["url"], sha256=match["sha256"])
 
 
 def install_packages(suite: Suite, packages: Sequence[Artifact], folder: Path, into: Path) -> None:
@@ -181,13 +182,16 @@ _LIBRARIES = "/image/usr/lib/python3/dist-packages"
 _KERNELS = "_native.abi3.so"
 
 
-def resolve_wheels(source: Path, suite: Suite, scratch: Path, index: str) -> tuple[Artifact, ...]:
-    """Return the wheels that the runner needs: of the versions in the source's constraints.txt.
+def resolve_wheels(
+    source: Path, suite: Suite, scratch: Path, index: str
+) -> tuple[tuple[Artifact, ...], tuple[Artifact, ...]]:
+    """Return the wheels that the runner needs, and those that build this project's.
 
-    torch is a build without CUDA, from `index` or where pip is set up to look.
+    Those of the runner are of the versions in the source's constraints.txt; its torch is a build
+    without CUDA, from `index` or where pip is set up to look.
     """
-    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    content = tomllib.loads((source / "pyproject.toml").read_text())
+    project, extras = content["project"], content["project"]["optional-dependencies"]
     wanted = [
         *project["dependencies"],
         *(name for extra in ("serve", "attest") for name in extras[extra]),
@@ -197,13 +201,9 @@ def resolve_wheels(source: Path, suite: Suite, scratch: Path, index: str) -> tup
     constraints.write_text(
         "\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines)
     )
-    return _resolved([*wanted, "-c", str(constraints), "--extra-index-url", index], suite, scratch)
-
-
-def resolve_build(source: Path, suite: Suite, scratch: Path) -> tuple[Artifact, ...]:
-    """Return the wheels that build this project's."""
-    system = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
-    return _resolved(system["requires"], suite, scratch)
+    wanted += ["-c", str(constraints), "--extra-index-url", index]
+    build = _resolved(content["build-system"]["requires"], suite, scratch)
+    return _resolved(wanted, suite, scratch), build
 
 
 def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Artifact, ...]:
@@ -216,22 +216,17 @@ def _resolved(arguments: Sequence[str], suite: Suite, scratch: Path) -> tuple[Ar
         # The index of torch may be out of reach where pip knows another place for it.
         *("--retries=1", "--target", str(scratch / "none"), *arguments),
     ]
-    call(command, settings=own_environment())
-    found = [_wheel(item) for item in json.loads(report.read_bytes())["install"]]
+    call(command, settings={**os.environ, "LC_ALL": _FIXED["LC_ALL"]})
+    found = [
+        Artifact(
+            name=item["metadata"]["name"],
+            version=item["metadata"]["version"],
+            url=item["download_info"]["url"],
+            sha256=item["download_info"]["archive_info"]["hashes"]["sha256"],
+        )
+        for item in json.loads(report.read_bytes())["install"]
+    ]
     return tuple(sorted(found, key=lambda artifact: artifact.name))
-
-
-def _wheel(item: dict[str, dict[str, object]]) -> Artifact:
-    metadata, info = item["metadata"], item["download_info"]
-    hashes = info["archive_info"]["hashes"]  # type: ignore[index]
-    return Artifact.model_validate(
-        {
-            "name": metadata["name"],
-            "version": metadata["version"],
-            "url": info["url"],
-            "sha256": hashes["sha256"],
-        }
-    )
 
 
 def build_own(source: Path, tools: Path, build: Sequence[Artifact], folder: Path) -> Path:
@@ -296,7 +291,7 @@ def _tracked(source: Path) -> list[str]:
 def _git(source: Path, *words: str) -> str:
     # Root reads the checkout here, and another user may own it.
     command = ["git", "-C", str(source), "-c", "safe.directory=*", *words]
-    return call(command, settings=own_environment()).decode()
+    return call(command, settings={**os.environ, "LC_ALL": _FIXED["LC_ALL"]}).decode()
 
 
 def install_wheels(wheels: Sequence[Artifact], own: Path, folder: Path, tools: Path) -> None:

@@ -63,7 +63,6 @@ class PageAnswer:
     page: str | None
     began: float = field(default_factory=time.monotonic)
     until: float = float("inf")
-    running: bool = True
     others: int = 0
     received: ReceivedTensors = field(default_factory=lambda: ReceivedTensors(_MAX_ROWS))
     samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=32))
@@ -90,7 +89,7 @@ class PageAnswer:
         summary = summarise(self.received.counts)
         return {
             "answer": self.number,
-            "running": self.running,
+            "running": self.until == float("inf"),
             "requests": self.received.requests,
             "others": self.others,
             "rows": self.received.rows,
@@ -136,7 +135,6 @@ class Feed:
             yield complete.set
         finally:
             with self._lock:
-                answer.running = False
                 answer.until = time.monotonic() + (0 if complete.is_set() else _SETTLING_S)
 
     def described(self, page: str, since: int) -> dict[str, Any] | None:

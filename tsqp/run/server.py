@@ -39,10 +39,9 @@ from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.exchange import Serving, anyone
-from tee_side.serve.identity import Attestation, Identity
+from tee_side.serve.identity import Attestation, Identity, Sealing
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.schema import ApiError, loading
-from tee_side.serve.sealing import Sealing
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.model_at_rest import MAX_FILE_BYTES
@@ -129,16 +128,13 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
     if settings.tls_certificate is not None and settings.tls_key is not None:
         tls = settings.tls_certificate, settings.tls_key
         # Read once, so that the command says what is wrong with them.
-        try:
+        with SettingsError.for_os(
+            "--tls-certificate and --tls-key",
+            "a certificate and its key, as PEM, without a passphrase",
+            ValueError,
+            ValueError.__name__,
+        ):
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*tls, "")
-        except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
-            got = getattr(error, "reason", None) or getattr(error, "strerror", None)
-            expected = "a certificate and its key, as PEM, without a passphrase"
-            raise SettingsError(
-                "--tls-certificate and --tls-key",
-                got=got or type(error).__name__,
-                expected=expected,
-            ) from None
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     path, file, descriptor = settings.audit_log, settings.audit_key, settings.audit_key_fd
     with ExitStack() as opened:
@@ -284,7 +280,7 @@ def _app(
         authorise=anyone if keys is None else partial(_authorise, keys),
         tempo_s=settings.fixed_tempo_ms / 1e3,
         round_usage=settings.round_usage,
-        receipts=None if identity is None else identity.receipts(),
+        receipts=None if identity is None else identity.receipts,
     )
     app = create_app(serving, allow_origins=settings.allow_origin)
 

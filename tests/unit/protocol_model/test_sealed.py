@@ -61,7 +61,7 @@ def seals(tmp_path_factory: pytest.TempPathFactory) -> Seals:
         (plain / name).write_bytes(random.Random(name).randbytes(size))  # the same each time
     found = Seals(plain, *(root / name for name in ("first", "second", "other")), {})
     for name, key in (("first", KEY), ("second", KEY), ("other", OTHER_KEY)):
-        found.digests[name] = seal_model(plain, key, root / name).digest
+        found.digests[name] = seal_model(plain, key, root / name)[-1]
     return found
 
 

@@ -25,7 +25,7 @@ from protocol.curve import ClientKeys
 from protocol.encoding import pack
 from protocol.errors import EvidenceError, SettingsError
 from tee_side.attest.appraisal import AppraisalPolicy
-from tee_side.attest.attesters import simulate, verify_simulated
+from tee_side.attest.guests import simulate, verify_simulated
 from tee_side.attest.statement import (
     NONE,
     RECEIPT_DOMAIN,
@@ -244,7 +244,7 @@ def receipt_verify(programs: Programs, purpose: Purpose, folder: Path) -> str:
     attested, receipt = folder / "attestation", folder / "receipt"
     attested.write_bytes(body_of(programs.state[purpose](bytes(32))))
     said: dict[str, Any] = {"request": NONE, "response": NONE, "sampling": {}, "seed": None}
-    signed = programs.server.receipts().sign(**said, prompt_tokens=1, completion_tokens=1)
+    signed = programs.server.receipts.sign(**said, prompt_tokens=1, completion_tokens=1)
     receipt.write_bytes(b64encode(signed))
     return said_by("receipt", "verify", receipt, "--attestation", attested)
 

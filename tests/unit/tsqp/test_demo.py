@@ -5,7 +5,7 @@ import torch
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
 from tsqp.demo import verdict
-from tsqp.demo.programs import Lie
+from tsqp.demo.programs import Lie, Tokens
 from tsqp.page.seen import Seen
 from tsqp.run.settings import model_directory
 
@@ -34,9 +34,9 @@ def test_a_lie_counts_as_refused_only_if_nothing_came_of_it(
 
 def test_other_tokens_fail_and_other_logits_of_integers() -> None:
     token_bytes = Tokenizer(model_directory("demo")).token_bytes
-    clear = verdict.Tokens("clear", [5, 6, 7], torch.ones(3, 4))
+    clear = Tokens("clear", [5, 6, 7], torch.ones(3, 4))
     for last, by, passed in ((7, 1, [1, 1, 1]), (7, 1.001, [1, 0, 1]), (9, 1, [0, 0, 0])):
-        ours = verdict.Tokens("p", [5, 6, last], clear.logits * by)
+        ours = Tokens("p", [5, 6, last], clear.logits * by)
         found = [verdict.compare_floats(ours, clear), verdict.compare_integers(ours, clear, clear)]
         found.append(verdict.compare_served("p", list(map(token_bytes, ours.ids)), clear))
         assert [check.passed for check in found] == passed

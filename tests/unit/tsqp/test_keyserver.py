@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import EndpointError, KeyFileError, ProtocolError, SettingsError
 from tee_side.attest.appraisal import AppraisalPolicy
-from tee_side.attest.attesters import simulate
+from tee_side.attest.guests import simulate
 from tee_side.attest.statement import NONE, Claims, Statement, report_data
 from tee_side.serve.sealed import HpkeKey, open_secret, seal, seal_secret
 from tests.kit.evidence import DIGESTS, MEASUREMENT, SERVICE, identity

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from protocol.errors import SettingsError
-from tee_side.attest.attesters import simulate
+from tee_side.attest.guests import simulate
 from tee_side.attest.statement import Claims, Statement, report_data
 from tee_side.serve.app import create_app
 from tee_side.serve.identity import ReceiptChain

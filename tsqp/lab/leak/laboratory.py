@@ -218,15 +218,12 @@ def read_recorded(path: Path, kind: type[R], command: str) -> R:
 
     Raises SettingsError.
     """
-    try:
+    with SettingsError.for_os(
+        str(path), f"a report of tsqp {command} --json", ValueError, "something else"
+    ):
         document = json.loads(path.read_bytes())
         inner = document.get("report", document) if isinstance(document, dict) else document
         return kind.model_validate(inner)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "something else"
-        raise SettingsError(
-            str(path), got=reason or "an error", expected=f"a report of tsqp {command} --json"
-        ) from None
 
 
 def cost_in(report: BenchReport, policy: str) -> DecodeCost | None:

@@ -95,7 +95,7 @@ def policy_of(text: str = POLICY) -> AppraisalPolicy:
 
 def snp(claims: Claims, tcb: Tcb = TCB, *, revocation: bool = True, **changes: Any) -> VerifiedSnp:
     report = replace(REPORT, **({"report_data": report_data(claims.encode())} | changes))
-    return VerifiedSnp(report, report.product or "genoa", tcb, revocation)
+    return VerifiedSnp(report, report.product or "genoa", tcb, revocation, report.report_data)
 
 
 def look(

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from protocol.encoding import pack, unpack
 from protocol.errors import EvidenceError
-from tee_side.attest import attesters
-from tee_side.attest.attesters import simulate, verify_simulated
+from tee_side.attest import guests
+from tee_side.attest.guests import simulate, verify_simulated
 from tee_side.attest.statement import (
     EXTENSION,
     SIGNATURE_BYTES,
@@ -189,7 +189,7 @@ def test_all_else_is_refused_as_a_simulated_report() -> None:
     places = range(0, len(REPORT), 5)
     others = [
         *(b"", REPORT[:-1], REPORT + b"\0", REPORT[:_SIGNED] + _STRANGER.sign(REPORT[:_SIGNED])),
-        *(data + attesters._ROOT.sign(data) for data in (REPORT[:_SIGNED] + b"\0", _OTHER_KIND)),
+        *(data + guests._ROOT.sign(data) for data in (REPORT[:_SIGNED] + b"\0", _OTHER_KIND)),
         *(REPORT[:at] + bytes([REPORT[at] ^ 1]) + REPORT[at + 1 :] for at in places),
     ]
     for other in others:
@@ -255,7 +255,7 @@ def test_an_identity_says_what_it_runs_and_which_keys_it_has() -> None:
         report_data(stated.claims),
     )
     answer: dict[str, Any] = {"request": bytes(32), "response": bytes(32), "sampling": {}}
-    signed = made.receipts().sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
+    signed = made.receipts.sign(**answer, seed=None, prompt_tokens=1, completion_tokens=2)
     receipt = verify_receipt(signed, claims.receipt_key or b"")
     digests = identities.DIGESTS
     assert (receipt.model, receipt.policy) == (digests["model"], digests["policy"])

@@ -19,7 +19,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
 from tee_side.attest.appraisal import AppraisalPolicy
-from tee_side.attest.attesters import simulate
+from tee_side.attest.guests import simulate
 from tee_side.attest.statement import NONE, Claims, Statement, report_data
 from tee_side.remote.attested import ServiceAppraisal
 from tee_side.remote.services.connected import Services

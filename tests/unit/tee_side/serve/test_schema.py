@@ -101,8 +101,8 @@ IN_CHATS = {"add_special_tokens": (False, True), "chat_template": (None, "{{ 1 }
 
 @each_row("ask", [complete, chat, embed], ids=lambda ask: ask.__name__)
 def test_what_is_unused_or_left_at_its_only_value_changes_nothing(ask: Ask) -> None:
-    assert UNUSED.keys() == schema._Unused.model_fields.keys()
-    assert NEUTRAL.keys() == schema._NotSupported.model_fields.keys()
+    assert UNUSED.keys() == schema._UNUSED.keys()
+    assert NEUTRAL.keys() == schema._NOT_SUPPORTED.keys()
     only = {name: values[0] for name, values in NEUTRAL.items()}
     if ask is chat:
         only |= {name: values[0] for name, values in IN_CHATS.items()} | {"echo": False}

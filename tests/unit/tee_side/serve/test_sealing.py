@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.encoding import pack
 from protocol.errors import ProtocolError
-from tee_side.serve import sealing as module
+from tee_side.serve import identity as module
 from tee_side.serve.app import create_app
+from tee_side.serve.identity import WINDOW_S, Sealing
 from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CHUNK_BYTES,
@@ -28,7 +29,6 @@ from tee_side.serve.sealed import (
     open_secret,
     seal_secret,
 )
-from tee_side.serve.sealing import WINDOW_S, Sealing
 from tests.kit.rows import each_row
 from tests.kit.serve import (
     GONE,
