@@ -164,11 +164,6 @@ REQUEST = HeaderLayout(b"\x85\xaarequest_id", b"\xaatimeout_ms")
 REPLY = HeaderLayout(b"\x86\xaarequest_id", b"\xa6timing\x82\xa8queue_us", b"\xaacompute_us")
 
 
-def pack_template(fields: dict[str, Any]) -> bytes:
-    """Encode the fields behind the numbers, without the head of their map."""
-    return pack(fields)[1:]
-
-
 def to_framed(value: Any, frames: list[Buffer]) -> Any:
     """Replace every tensor by a description that points at the frame appended for it."""
     if isinstance(value, WireTensor):
@@ -244,7 +239,8 @@ class Reply(NamedTuple):
 def request_template(message: Request, frames: list[Buffer]) -> bytes:
     """Encode a request's header behind its numbers, and append its tensors' frames."""
     body = to_framed(message, frames)
-    return pack_template({"version": PROTOCOL_VERSION, "method": message.method, "request": body})
+    # Without the head of its map, as `reply_template`.
+    return pack({"version": PROTOCOL_VERSION, "method": message.method, "request": body})[1:]
 
 
 def reply_template(method: str, result: Response | ErrorCode, frames: list[Buffer]) -> bytes:
@@ -254,7 +250,7 @@ def reply_template(method: str, result: Response | ErrorCode, frames: list[Buffe
         fields |= {"status": "error", "error": result.value}
     else:
         fields |= {"status": "success", "response": to_framed(result, frames)}
-    return pack_template(fields)
+    return pack(fields)[1:]
 
 
 def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[Buffer]:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpu_side.access import digest_of
 from gpu_side.encoding import MAX_FRAMES
@@ -59,11 +59,8 @@ class _RefusedError(Exception):
             raise cls(status, detail)
 
 
-class _Waiting(NamedTuple):
-    """A request that waits for its reply; the future's None is that none will come."""
-
-    incoming: Incoming
-    reply: asyncio.Future[Sequence[Buffer] | None]
+# A request that waits for its reply; the future's None is that none will come.
+_Waiting: TypeAlias = "tuple[Incoming, asyncio.Future[Sequence[Buffer] | None]]"
 
 
 class Gateway:
@@ -110,10 +107,11 @@ class Gateway:
         found = self.waiting.pop(route[-1], None)
         if found is None:
             return False
+        client = found[0].client
         with self._lock:
-            takes_it = self._unread[found.incoming.client] <= self._max_message_bytes
+            takes_it = self._unread[client] <= self._max_message_bytes
         if takes_it:
-            self._count_unread(found.incoming.client, sum(map(len, frames)))
+            self._count_unread(client, sum(map(len, frames)))
         loop.call_soon_threadsafe(self._settle, found, frames if takes_it else None)
         return takes_it
 
@@ -127,7 +125,7 @@ class Gateway:
         """End the requests of clients that are not let in any more; of all, while we end."""
         tokens = self.tokens
         for number, waiting in list(self.waiting.items()):
-            if self._ending or (tokens is not None and waiting.incoming.key not in tokens):
+            if self._ending or (tokens is not None and waiting[0].key not in tokens):
                 self.waiting.pop(number, None)
                 self._settle(waiting, None)
 
@@ -138,10 +136,11 @@ class Gateway:
 
     def _settle(self, waiting: _Waiting, frames: Sequence[Buffer] | None) -> None:
         """Let a request go on; what its client cannot get any more is forgotten."""
-        if not waiting.reply.done():
-            waiting.reply.set_result(frames)
+        incoming, reply = waiting
+        if not reply.done():
+            reply.set_result(frames)
         elif frames is not None:
-            self._count_unread(waiting.incoming.client, -sum(map(len, frames)))
+            self._count_unread(incoming.client, -sum(map(len, frames)))
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -216,11 +215,12 @@ class Gateway:
         incoming = Incoming((name, number), frames, time.perf_counter_ns(), key)
         reply: asyncio.Future[Sequence[Buffer] | None] = asyncio.get_running_loop().create_future()
         self.hold(incoming.client, sum(map(len, frames)))
-        self.waiting[number] = _Waiting(incoming, reply)
+        self.waiting[number] = incoming, reply
         self._deliver(incoming)
         # The memory is the loop's from now on.
         del body, frames, incoming
-        gone = asyncio.ensure_future(_disconnected(receive))
+        # Behind a whole body comes nothing but the end of its connection.
+        gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
@@ -326,8 +326,3 @@ class Gateway:
                     part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: ASGIReceiveCallable) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -105,6 +105,10 @@ class Listener(Protocol):
 class WaitingListener(Listener):
     """A `Listener` that waits for messages alone, and looks for anything else now and then."""
 
+    # Where a transport waits with this, what is to wake it up is in it too.
+    _waits_with: select.epoll | None = None
+    _wakeup: socket.socket | None = None
+
     def __init__(self, spin_us: float = 0.0) -> None:
         self._spin = AdaptiveSpin(spin_us)
 
@@ -113,11 +117,14 @@ class WaitingListener(Listener):
         """Say whether a message can be received, waiting for one so many seconds (at least 0)."""
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
+        """See `Listener.wait`. `wakeup` is seen at once over a stream, else a few times a second.
 
         To sleep in the call that receives, and not in a poll of both sockets before it, is what a
         fifth of a small round trip went into.
         """
+        if self._waits_with is not None and wakeup is not None and wakeup is not self._wakeup:
+            self._wakeup = wakeup
+            self._waits_with.register(wakeup, select.EPOLLIN)
         # Only looking is no wait, and says nothing of how soon messages come.
         if timeout_ms == 0:
             return self._has_come(0.0)
@@ -157,22 +164,16 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
     if address is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # A live service whose backlog is full does not answer, and is no less alive.
+        # A live service whose backlog is full does not answer (EAGAIN), and is no less alive.
         probe.setblocking(False)
-        try:
-            probe.connect(address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            # No process listens, or there is no file at all.
-            if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR):
-                return
-            raise EndpointError(
-                endpoint.text,
-                got=f"a socket there that may be in use ({os.strerror(error.errno or 0)})",
-                expected="an address to bind",
-            ) from None
-    raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
+        number = probe.connect_ex(address)
+    # No process listens, or there is no file at all.
+    if number in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR):
+        return
+    got = f"a socket there that may be in use ({os.strerror(number)})"
+    if number in (0, errno.EAGAIN):
+        got = "Address already in use"
+    raise EndpointError(endpoint.text, got=got, expected="an address to bind")
 
 
 class FileSocket(socket.socket):

@@ -44,7 +44,7 @@ class DeviceMemory:
     """The memory in a file, mapped as long as we listen. Raises EndpointError for another file."""
 
     def __init__(self, path: str) -> None:
-        try:
+        with EndpointError.for_os(path, "the file of a device's memory"):
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 found = os.fstat(file)
@@ -68,12 +68,6 @@ class DeviceMemory:
                 self._mapped = mmap.mmap(file, size)
             finally:
                 os.close(file)
-        except OSError as error:
-            raise EndpointError(
-                path,
-                got=os.strerror(error.errno or 0),
-                expected="the file of a device's memory",
-            ) from None
 
     def attach(self, connection: socket.socket, *, in_use: bool) -> Lane:
         """Take the segment that a new client has laid out. `in_use`: another client has one.
@@ -184,13 +178,6 @@ class Client:
         if self.reader.wants_room or len(messages) >= QUEUED_REQUESTS:
             return False
         return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
-
-    @property
-    def has_gone(self) -> bool:
-        """Whether its connection is closed, also with requests in it that were not read."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLRDHUP)
-        return bool(poll.poll(0))
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""

@@ -104,14 +104,14 @@ class StreamListener(WaitingListener):
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
         parsed = parse_endpoint(endpoint, for_bind=True)
-        self._shares_memory = parsed.scheme in ("shm", "ivshmem")
-        if self._shares_memory:
-            require_library()
         # Those that share memory with us: all or none.
-        self._sharing = self._clients if self._shares_memory else {}
+        self._sharing: dict[bytes, Client] = {}
+        if parsed.scheme in ("shm", "ivshmem"):
+            require_library()
+            self._sharing = self._clients
         self._memory = DeviceMemory(parsed.memory) if parsed.memory else None
         self._socket, self.endpoint = self._bind(parsed)
-        self._epoll = select.epoll()
+        self._epoll = self._waits_with = select.epoll()
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
@@ -325,7 +325,7 @@ class StreamListener(WaitingListener):
             self._turns.append(client)
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
-        _log_dropped(client.name, detail, code)
+        log.warning("dropped", peer=client.name.hex(), code=code.value, detail=detail)
         self.clients_refused += 1
         self._drop(client)
 
@@ -382,7 +382,7 @@ class StreamListener(WaitingListener):
         name = next(self._names).to_bytes(8)
         try:
             prepare(connection)
-            lane = self._shared_by(connection) if self._shares_memory else None
+            lane = self._shared_by(connection) if self._sharing is self._clients else None
             client = Client(connection, self._pool, name, self._max_message_bytes, lane)
             self._epoll.register(connection, client.watched)
         except (OSError, MemoryError, ProtocolError) as error:
@@ -390,7 +390,8 @@ class StreamListener(WaitingListener):
             self.clients_refused += 1
             self._acceptor.client_closed()
             if isinstance(error, ProtocolError):
-                _log_dropped(name, str(error), error.code)
+                code = error.code.value
+                log.warning("dropped", peer=name.hex(), code=code, detail=str(error))
             else:
                 self._acceptor.pause_accepting()
             return
@@ -403,8 +404,10 @@ class StreamListener(WaitingListener):
         if self._memory is None:
             return handed_over(connection)
         for other in list(self._sharing.values()):
-            # It is not read from while its requests wait.
-            if other.has_gone:
+            # It is not read from while its requests wait: it may have gone with some in it.
+            poll = select.poll()
+            poll.register(other.socket, select.POLLRDHUP)
+            if poll.poll(0):
                 self._drop(other)
         return self._memory.attach(connection, in_use=bool(self._sharing))
 
@@ -435,7 +438,3 @@ class StreamListener(WaitingListener):
         client.socket.close()
         self._acceptor.client_closed()
         self.on_gone(client.name)
-
-
-def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
-    log.warning("dropped", peer=name.hex(), code=code.value, detail=detail)

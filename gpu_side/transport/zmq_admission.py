@@ -161,11 +161,11 @@ class ZapHandler:
             poller.register(self._failures, zmq.POLLIN)
             try:
                 while True:
-                    ready = {found for found, _ in poller.poll()}
-                    if self._requests in ready:
-                        self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
-                    if self._failures in ready:
-                        self._note_failure(self._failures.recv_multipart())
+                    for found, _ in poller.poll():
+                        if found is self._failures:
+                            self._note_failure(found.recv_multipart())
+                        else:
+                            found.send_multipart(self._answer(found.recv_multipart()))
             except zmq.ContextTerminated:
                 raise
             except Exception:
@@ -206,14 +206,12 @@ class ZapHandler:
 
     def _key_of(self, request: list[bytes]) -> bytes:
         """Return the client's key (Z85). Raises ValueError, which says in a word what is wrong."""
-        if len(request) != 7:
-            raise ValueError("malformed_request")
-        version, _, domain, _, _, mechanism, key = request
-        if version != b"1.0" or domain != DOMAIN or len(key) != _KEY_BYTES:
-            raise ValueError("malformed_request")
-        if mechanism != b"CURVE":
-            raise ValueError("no_key")
-        return bytes(z85.encode(key))
+        match request:
+            case [b"1.0", _, domain, _, _, how, key] if (domain, len(key)) == (DOMAIN, _KEY_BYTES):
+                if how != b"CURVE":
+                    raise ValueError("no_key")
+                return bytes(z85.encode(key))
+        raise ValueError("malformed_request")
 
     def _note_failure(self, event: list[bytes]) -> None:
         found = parse_monitor_message(event)

@@ -138,15 +138,14 @@ class ZmqListener(WaitingListener):
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)
                 self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
                 self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-                try:
+                with SettingsError.instead_of(
+                    zmq.ZMQError,
+                    "keys",
+                    got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+                    expected="one that has it (4.3 or later): without it strangers may get in",
+                ):
                     # Without it a client that comes while no handler is there is let in.
                     self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
-                except zmq.ZMQError:
-                    raise SettingsError(
-                        "keys",
-                        got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
-                        expected="one that has it (4.3 or later): without it strangers may get in",
-                    ) from None
                 self._admitting = self._zap_handler = ZapHandler(
                     self._context, self._socket, keys.allowed, self._names
                 )

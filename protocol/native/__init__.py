@@ -147,7 +147,8 @@ class _Pool(int):
     Whatever becomes of the thread's attribute, it lives as long as the call that it was passed to.
     """
 
-    process: int
+    def __init__(self, _address: int) -> None:
+        self.process = os.getpid()
 
     def __del__(self) -> None:
         # In a forked child none of its threads runs, and to wait for them would never end. At the
@@ -159,12 +160,9 @@ class _Pool(int):
 class _Own(threading.local):
     """What a thread has to itself: `pool`, made when it is first asked for."""
 
-    def __getattr__(self, name: str) -> _Pool:
-        if name != "pool":
-            raise AttributeError(name)
-        self.pool = _Pool(library.pool_new(_threads, SPIN_US))
-        self.pool.process = os.getpid()
-        return self.pool
+    @functools.cached_property
+    def pool(self) -> _Pool:
+        return _Pool(library.pool_new(_threads, SPIN_US))
 
 
 def set_up(kernels: str | None, threads: int | None) -> None:
