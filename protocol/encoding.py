@@ -21,7 +21,7 @@ keys, non-string keys and extension types are refused (`unpack`).
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
@@ -68,22 +68,20 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
     Raises ProtocolError for anything that is not one map of string keys within the limits.
     """
     ProtocolError.at_most(max_bytes, where, len(data))
-    containers = 0
+    containers = count(1)
 
-    def count() -> None:
-        nonlocal containers
-        containers += 1
-        if containers > max_containers:
+    def note_container() -> None:
+        if next(containers) > max_containers:
             raise ValueError(f"more than {max_containers} maps and arrays")
 
     def on_array(items: list[Any]) -> list[Any]:
-        count()
+        note_container()
         if any(isinstance(item, (list, dict)) for item in items):
             raise ValueError("an array of containers")
         return items
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
-        count()
+        note_container()
         result = _Map(pairs)
         if len(result) != len(pairs):
             raise ValueError("a duplicate key")
@@ -263,8 +261,12 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    few = 1 <= len(frames) <= MAX_REPLY_FRAMES
-    ProtocolError.unless(few, "reply", f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}")
+    ProtocolError.unless(
+        1 <= len(frames) <= MAX_REPLY_FRAMES,
+        "reply",
+        f"{len(frames)} frames",
+        f"1 to {MAX_REPLY_FRAMES}",
+    )
     envelope = unpack(
         frames[0],
         where="reply",

@@ -279,9 +279,8 @@ class Stream(httpcore2.AsyncNetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         """Say whether an idle connection has ended (`is_readable`); of nothing else."""
-        if info == "is_readable":
-            return self._reader.at_eof() or self._writer.is_closing()
-        return None
+        ended = self._reader.at_eof() or self._writer.is_closing()
+        return ended if info == "is_readable" else None
 
 
 class Backend(httpcore2.AsyncNetworkBackend):

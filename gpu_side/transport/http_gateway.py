@@ -42,6 +42,11 @@ ALWAYS_BYTES = 1024 * 1024
 BODY_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
 _TURN_BYTES = 1024 * 1024
+# Of what is refused. After the last three the rest of the body is not read.
+_MORE_HEADERS = {
+    401: ((b"www-authenticate", b"Bearer"),),
+    **dict.fromkeys((400, 408, 413), ((b"connection", b"close"),)),
+}
 _CHANNEL = re.compile(b"[0-9a-f]{32}")
 
 
@@ -292,12 +297,7 @@ class Gateway:
                 self._freed = asyncio.Event()
 
     async def _say(self, send: ASGISendCallable, status: int, text: str) -> None:
-        headers = [(b"content-type", b"text/plain")]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        # The rest of such a body is not read.
-        if status in (400, 408, 413):
-            headers.append((b"connection", b"close"))
+        headers = [(b"content-type", b"text/plain"), *_MORE_HEADERS.get(status, ())]
         body = f"{text}\n".encode()
         await self._send(send, status, headers, [body], len(body))
 

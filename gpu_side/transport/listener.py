@@ -32,6 +32,8 @@ CLOSING_S = 0.5
 _WAKEUP_INTERVAL_S = 0.1
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
+# How often to look, meanwhile, whether one can be again.
+_LOOK_S = 0.05
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
@@ -215,15 +217,12 @@ class AcceptingThread(ABC):
     It never computes: a client that comes while the loop does must be let in too.
 
     A subclass calls this constructor last, as the thread then starts. `failed`: an exception, which
-    is in the log, has ended the thread, and no client is let in any more. No more than
+    is in the log as `failure`, has ended the thread, and no client is let in any more. No more than
     `max_clients` are let in until one of them has left (`client_closed`).
     """
 
-    # The event that says that the thread has failed.
-    _failure: str
-
-    def __init__(self, listening: socket.socket, *, max_clients: float = inf) -> None:
-        self._listening = listening
+    def __init__(self, listening: socket.socket, failure: str, *, max_clients: float = inf) -> None:
+        self._listening, self._failure = listening, failure
         self._file = listening.fileno()
         self._clients, self._max_clients = 0, max_clients
         # `client_closed` and `pause_accepting` may be called on another thread.
@@ -283,14 +282,13 @@ class AcceptingThread(ABC):
         """Close what the thread has to close when it ends, also where it has failed."""
 
     def _left_s(self) -> float | None:
-        """Return how long no client is let in; None where that is not a matter of time."""
-        if not self._accept_again:  # a pause that begins now wakes this thread up
+        """Return how long to wait for connections: while no client is let in, not for long."""
+        if self.accepting:  # a pause that begins now wakes this thread up
             return None
-        now = time.monotonic()
         with self._lock:
-            if self._accept_again and self._accept_again <= now:
+            if 0 < self._accept_again <= time.monotonic():
                 self._accept_more(self._clients < self._max_clients)
-            return self._accept_again - now if self._accept_again else None
+        return _LOOK_S
 
     def _accept_more(self, accepting: bool) -> None:
         """Change what the thread waits for, whichever thread this is. With the lock."""

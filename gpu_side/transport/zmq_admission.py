@@ -270,6 +270,7 @@ class Handshake:
             return passed
         ready = _named(said[begin:end], self._name)
         self.done = True
+        self._said = b""
         return passed + bytes([_LONG]) + len(ready).to_bytes(8) + ready + said[end:]
 
 
@@ -300,7 +301,7 @@ def _require(holds: bool, got: str) -> None:
 class _End:
     """One end of a connection, the client's or ZeroMQ's, and what was not sent to it yet.
 
-    `handshake`: of a client's end, until it is over.
+    `handshake`: of a client's end.
     """
 
     __slots__ = ("handshake", "other", "socket", "unsent", "watched")
@@ -321,8 +322,6 @@ class Doorway(AcceptingThread):
     where the endpoint cannot be bound.
     """
 
-    _failure = "doorway_failed"
-
     def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
         self._inner = "\0" + inner.partition("@")[2]
         self._names = names
@@ -340,7 +339,7 @@ class Doorway(AcceptingThread):
         self._ends: dict[int, _End] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._ends_at: float | None = None
-        super().__init__(listening)
+        super().__init__(listening, "doorway_failed")
 
     def close(self) -> None:
         """Pass on what ZeroMQ has still sent, for half a second, and end. After `stop`."""
@@ -416,10 +415,8 @@ class Doorway(AcceptingThread):
             self._close(end)
             return
         data = self._buffer[:size]
-        if end.handshake is not None:
+        if end.handshake is not None and not end.handshake.done:
             data = memoryview(end.handshake.take(data))
-            if end.handshake.done:
-                end.handshake = None
         self._send(end.other, data)
 
     def _send(self, end: _End, data: memoryview) -> None:
