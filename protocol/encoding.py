@@ -25,7 +25,7 @@ from itertools import accumulate, chain, count
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
@@ -38,7 +38,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import Buffer, WireTensor
-from protocol.validation import M, validate
+from protocol.validation import M, Strict, validate
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ARRAY_LENGTH = 64
@@ -213,8 +213,7 @@ def _resolve_frames(
     return fields
 
 
-class _ReplyHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _ReplyHeader(Strict):
     version: int
     request_id: Annotated[int, Field(ge=0, lt=2**63)]
     method: str

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from protocol.tensors import Buffer, WireTensor
+from protocol.validation import Strict
 
 PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
@@ -84,12 +85,8 @@ def expand(seed: Buffer, count: int) -> bytearray:
     return drawn
 
 
-class Message(BaseModel):
+class Message(Strict, arbitrary_types_allowed=True):
     """Base of everything that crosses the wire."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
-    )
 
 
 class InitRequest(Message):

@@ -8,6 +8,7 @@ import struct
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import ceil
 from typing import Any
 
@@ -79,7 +80,12 @@ class StreamChannel(PendingChannel):
     def _connect(self, give_up: float) -> socket.socket:
         """Connect once. Raises OSError where another attempt may help, and EndpointError."""
         try:
-            connection, self._probe = _connected_twice(self._address, give_up)
+            # For messages and for signs of life: a client that may send messages has both.
+            with ExitStack() as until_both:
+                probing = until_both.enter_context(_connected(self._address, give_up))
+                self._probe = LivenessProbe(probing)
+                connection = _connected(self._address, give_up)
+                until_both.pop_all()
         except OSError as error:
             if isinstance(error, _ABSENT) or error.errno == errno.ENODEV:
                 raise
@@ -287,21 +293,10 @@ class StreamChannel(PendingChannel):
                         raise
 
 
-def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, LivenessProbe]:
-    """Connect for messages and for signs of life: a client that may send messages has both."""
-    probing = _connected(address, give_up - time.monotonic())
-    try:
-        probe = LivenessProbe(probing)
-        return _connected(address, give_up - time.monotonic()), probe
-    except BaseException:
-        probing.close()
-        raise
-
-
-def _connected(address: StreamAddress, timeout_s: float) -> socket.socket:
+def _connected(address: StreamAddress, give_up: float) -> socket.socket:
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_VSOCK
     with socket.socket(family, socket.SOCK_STREAM) as connection:
-        connection.settimeout(max(0.001, timeout_s))
+        connection.settimeout(max(0.001, give_up - time.monotonic()))
         connection.connect(address)
         prepare(connection)
         # Python 3.11 passes a socket of vsock no options but numbers: it goes by another family.

@@ -173,9 +173,8 @@ class Client:
     def may_send_more(self) -> bool:
         """Whether to read from it, with what the service has not taken yet."""
         messages = self.reader.messages
-        if self.reader.wants_room or len(messages) >= QUEUED_REQUESTS:
-            return False
-        return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
+        size = sum(len(frame) for frames, _ in messages for frame in frames)
+        return len(messages) < QUEUED_REQUESTS and size < QUEUED_BYTES
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""

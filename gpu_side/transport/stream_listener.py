@@ -292,7 +292,10 @@ class StreamListener(WaitingListener):
                 self._watch(client)
             if events & ~select.EPOLLOUT:
                 reader, alive = client.reader, True
-                if not (reader.messages or reader.wants_room) or client.may_send_more:
+                if reader.wants_room:
+                    # Its going would be reported again and again as long as it is not read from.
+                    alive = not events & (select.EPOLLHUP | select.EPOLLERR)
+                elif not reader.messages or client.may_send_more:
                     alive = client.read()
                     if alive and reader.wants_room:
                         self._wanting_room[client.name] = client
@@ -302,9 +305,6 @@ class StreamListener(WaitingListener):
                     if alive and reader.large is not None:
                         # Perhaps only its head was read, and the rest is probably there.
                         alive = client.read()
-                elif reader.wants_room:
-                    # Its going would be reported again and again as long as it is not read from.
-                    alive = not events & (select.EPOLLHUP | select.EPOLLERR)
                 if not alive:
                     self._drop(client)
         except OSError:

@@ -111,7 +111,8 @@ class ZapHandler:
         allowed: frozenset[bytes],
         names: Names,
     ) -> None:
-        self._allowed = allowed
+        # As it stands: for any thread.
+        self.allowed = allowed
         self._names = names
         # Keys of clients that were let in. Noted before the list is looked at: the code that
         # replaces the list finds here every client that the one before let in.
@@ -138,15 +139,11 @@ class ZapHandler:
 
         For any thread.
         """
-        self._allowed = allowed
+        self.allowed = allowed
         # A copy, made in one step that no other thread can come between.
         revoked = set(self._authenticated) - allowed
         self._authenticated -= revoked
         return bool(revoked)
-
-    def is_allowed(self, key: bytes) -> bool:
-        """Say whether a client (`sender_of`) is on the list as it stands. For any thread."""
-        return key in self._allowed
 
     def _serve(self) -> None:
         with (
@@ -184,7 +181,7 @@ class ZapHandler:
         try:
             key = self._key_of(request)
             self._authenticated.add(key)
-            if key in self._allowed:
+            if key in self.allowed:
                 self._let_handshake_be_read()
                 name = as_property(self._names.draw())
                 return [version, request_id, b"200", b"OK", key, name]

@@ -169,7 +169,7 @@ class ZmqListener(WaitingListener):
 
     def is_allowed(self, key: bytes) -> bool:
         """See `Listener.is_allowed`."""
-        return self._zap_handler is None or self._zap_handler.is_allowed(key)
+        return self._zap_handler is None or key in self._zap_handler.allowed
 
     @property
     def clients_refused(self) -> int:
@@ -215,7 +215,7 @@ class ZmqListener(WaitingListener):
         key = b""
         if self._zap_handler is not None:
             key = sender_of(last)
-            if not self._zap_handler.is_allowed(key):
+            if key not in self._zap_handler.allowed:
                 return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
         route, split = ((name, b""), 2) if has_delimiter else ((name,), 1)
