@@ -252,10 +252,10 @@ class PendingChannel(Channel):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
-        fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         sent_ns = time.perf_counter_ns()
         if (
-            (fits and isinstance(payload, torch.Tensor) and payload.is_contiguous())
+            (isinstance(payload, torch.Tensor) and payload.shape == prepared.shape)
+            and (payload.dtype is prepared.torch_dtype and payload.is_contiguous())
             and (payload.is_cpu and prepared.sent_as.address)
             and size <= self._max_message_bytes
         ):

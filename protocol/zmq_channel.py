@@ -168,8 +168,6 @@ def bytes_received(descriptor: int) -> int | None:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
     except OSError:
         return None
-    if len(info) < _RECEIVED_AT + 8:
-        return None
     return int.from_bytes(info[_RECEIVED_AT:], sys.byteorder)
 
 

@@ -175,8 +175,9 @@ class Gateway:
             ready = self.is_ready and not self._ending
             await self._say(send, 200 if ready else 503, "ready" if ready else "not ready")
             return
-        paths = f"{RPC_PATH} and {HEALTH_PATH} are all there is"
-        _RefusedError.unless(path == RPC_PATH, 404, paths)
+        _RefusedError.unless(
+            path == RPC_PATH, 404, f"{RPC_PATH} and {HEALTH_PATH} are all there is"
+        )
         _RefusedError.unless(method == "POST", 405, "POST only")
         headers = dict(scope["headers"])
         key = b""
@@ -256,8 +257,9 @@ class Gateway:
         _RefusedError.unless(not (said and chunked), 400, "a length, and chunks as well")
         # What is said decides when it is read, and nothing more.
         size = int(said) if said.isdigit() else self._longest
-        fits = size <= self._longest
-        _RefusedError.unless(fits, 413, f"a body of {size} bytes, of {self._longest}")
+        _RefusedError.unless(
+            size <= self._longest, 413, f"a body of {size} bytes, of {self._longest}"
+        )
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S) as limit:
@@ -270,8 +272,9 @@ class Gateway:
                         if message["type"] != "http.request":
                             raise ConnectionAbortedError
                         body += message.get("body", b"")
-                        fits = len(body) <= size
-                        _RefusedError.unless(fits, 413, f"a body of more than {size} bytes")
+                        _RefusedError.unless(
+                            len(body) <= size, 413, f"a body of more than {size} bytes"
+                        )
                         if not message.get("more_body"):
                             return body
                 finally:
