@@ -180,6 +180,8 @@ class PendingChannel(Channel):
         # to hope for.
         self._connection = 0
         self._one_connection = False
+        # What a transport knows of how the last one was lost.
+        self._why = ""
 
     @abstractmethod
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
@@ -438,6 +440,6 @@ class PendingChannel(Channel):
     def _connection_lost(self, when: str) -> EndpointError:
         return EndpointError(
             self.endpoint,
-            f"a lost connection {when}",
+            f"a lost connection {when}{self._why}",
             "a gpu-service that stays (it may have stopped: see its log)",
         )

@@ -90,13 +90,8 @@ class TsqpError(Exception):
     retryable: bool = False
 
     def __init__(self, where: str, got: str, expected: str) -> None:
-        where = one_line(where)
-        got = one_line(got)
-        expected = one_line(expected)
-        super().__init__(where, got, expected)
-        self.where = where
-        self.got = got
-        self.expected = expected
+        self.where, self.got, self.expected = map(one_line, (where, got, expected))
+        super().__init__(self.where, self.got, self.expected)
 
     def __str__(self) -> str:
         return f"{self.where}: got {self.got}, expected {self.expected}"

@@ -248,8 +248,7 @@ class StreamChannel(PendingChannel):
             if timeout_s != self._read_timeout_s and self._socket is not None:
                 # The kernel itself ends a blocking call: no poll before each one. Zero would mean
                 # for ever.
-                micros = max(1000, ceil(timeout_s * 1e6))
-                value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+                value = struct.pack("@ll", *divmod(max(1000, ceil(timeout_s * 1e6)), 1_000_000))
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
                 self._read_timeout_s = timeout_s
         try:

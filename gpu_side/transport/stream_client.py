@@ -48,19 +48,16 @@ class DeviceMemory:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             with os.fdopen(descriptor, "r+b", buffering=0):
                 found = os.fstat(descriptor)
-                EndpointError.unless(stat.S_ISREG(found.st_mode), path, "no regular file", "one")
-                EndpointError.unless(
-                    not found.st_mode & stat.S_IWOTH,
-                    path,
-                    "a file that all users may write",
-                    "mode 0660",
-                )
-                EndpointError.unless(
-                    found.st_size >= SMALLEST,
-                    path,
-                    f"{found.st_size} bytes",
-                    f"{SMALLEST} or more",
-                )
+                for holds, got, expected in (
+                    (stat.S_ISREG(found.st_mode), "no regular file", "one"),
+                    (
+                        not found.st_mode & stat.S_IWOTH,
+                        "a file that all users may write",
+                        "mode 0660",
+                    ),
+                    (found.st_size >= SMALLEST, f"{found.st_size} bytes", f"{SMALLEST} or more"),
+                ):
+                    EndpointError.unless(holds, path, got, expected)
                 size = min(found.st_size, LARGEST)
                 # Room is taken now: where the file system is full, the kernel ends a process that
                 # touches a page that is not there yet.
