@@ -243,9 +243,8 @@ class Client:
 
     def has_stalled(self, now: float) -> bool:
         """Say whether it goes on with no message (now: time.monotonic), while we would read it."""
-        if not self.stalled_since or now - self.stalled_since < STALLED_S:
-            return False
-        return not self.reader.messages and not self.reader.wants_room
+        long = 0 < self.stalled_since <= now - STALLED_S
+        return long and not (self.reader.messages or self.reader.wants_room)
 
 
 class Acceptor(AcceptingThread):

@@ -297,7 +297,7 @@ class StreamListener(WaitingListener):
                     alive = not events & (select.EPOLLHUP | select.EPOLLERR)
                 elif not reader.messages or client.may_send_more:
                     alive = client.read()
-                    if alive and reader.wants_room:
+                    if alive and client.reader.wants_room:
                         self._wanting_room[client.name] = client
                         self._give_room()
                         if client.name in self._clients:
