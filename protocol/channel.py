@@ -180,6 +180,8 @@ class PendingChannel(Channel):
         # to hope for.
         self._connection = 0
         self._one_connection = False
+        # What a transport knows of how the last one was lost.
+        self._why = ""
 
     @abstractmethod
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
@@ -252,10 +254,10 @@ class PendingChannel(Channel):
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
         request_id, size, place = self._last_id + 1, prepared.request_bytes, NOT_PUT
-        fits = payload.shape == prepared.shape and payload.dtype is prepared.torch_dtype
         sent_ns = time.perf_counter_ns()
         if (
-            (fits and isinstance(payload, torch.Tensor) and payload.is_contiguous())
+            (isinstance(payload, torch.Tensor) and payload.shape == prepared.shape)
+            and (payload.dtype is prepared.torch_dtype and payload.is_contiguous())
             and (payload.is_cpu and prepared.sent_as.address)
             and size <= self._max_message_bytes
         ):
@@ -357,7 +359,8 @@ class PendingChannel(Channel):
     def use_one_connection(self) -> None:
         """Never go on with another connection: what is asked after a loss raises EndpointError.
 
-        For a caller that must know the process: another one may be at the endpoint by then.
+        To be called before the first request, by who must know the process: another one may be at
+        the endpoint by then.
         """
         self._one_connection = True
 
@@ -437,6 +440,6 @@ class PendingChannel(Channel):
     def _connection_lost(self, when: str) -> EndpointError:
         return EndpointError(
             self.endpoint,
-            f"a lost connection {when}",
+            f"a lost connection {when}{self._why}",
             "a gpu-service that stays (it may have stopped: see its log)",
         )

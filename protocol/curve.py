@@ -125,10 +125,12 @@ def _read_key(path: Path, *, secret: bool, check: FileCheck | None = None) -> by
 
 def require_only_we_read(path: Path, status: os.stat_result) -> None:
     """Refuse a secret that group or others may use at all. Raises as `require_only_we_write`."""
-    ours = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    got = f"mode {stat.S_IMODE(status.st_mode):04o}"
-    wants = f"{SECRET_MODE:04o}: for its owner alone (chmod 600)"
-    KeyFileError.unless(ours, str(path), got, wants)
+    KeyFileError.unless(
+        not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO),
+        str(path),
+        f"mode {stat.S_IMODE(status.st_mode):04o}",
+        f"{SECRET_MODE:04o}: for its owner alone (chmod 600)",
+    )
     require_only_we_write(path, status)
 
 

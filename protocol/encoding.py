@@ -21,11 +21,11 @@ keys, non-string keys and extension types are refused (`unpack`).
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import ErrorCode, ProtocolError, describe_untrusted
 from protocol.messages import (
@@ -38,7 +38,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.tensors import Buffer, WireTensor
-from protocol.validation import M, validate
+from protocol.validation import M, Strict, validate
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_ARRAY_LENGTH = 64
@@ -68,22 +68,20 @@ def unpack(data: Buffer, *, where: str, max_bytes: int, max_containers: int) -> 
     Raises ProtocolError for anything that is not one map of string keys within the limits.
     """
     ProtocolError.at_most(max_bytes, where, len(data))
-    containers = 0
+    containers = count(1)
 
-    def count() -> None:
-        nonlocal containers
-        containers += 1
-        if containers > max_containers:
+    def note_container() -> None:
+        if next(containers) > max_containers:
             raise ValueError(f"more than {max_containers} maps and arrays")
 
     def on_array(items: list[Any]) -> list[Any]:
-        count()
+        note_container()
         if any(isinstance(item, (list, dict)) for item in items):
             raise ValueError("an array of containers")
         return items
 
     def on_map(pairs: list[tuple[Any, Any]]) -> _Map:
-        count()
+        note_container()
         result = _Map(pairs)
         if len(result) != len(pairs):
             raise ValueError("a duplicate key")
@@ -164,11 +162,6 @@ REQUEST = HeaderLayout(b"\x85\xaarequest_id", b"\xaatimeout_ms")
 REPLY = HeaderLayout(b"\x86\xaarequest_id", b"\xa6timing\x82\xa8queue_us", b"\xaacompute_us")
 
 
-def pack_template(fields: dict[str, Any]) -> bytes:
-    """Encode the fields behind the numbers, without the head of their map."""
-    return pack(fields)[1:]
-
-
 def to_framed(value: Any, frames: list[Buffer]) -> Any:
     """Replace every tensor by a description that points at the frame appended for it."""
     if isinstance(value, WireTensor):
@@ -220,8 +213,7 @@ def _resolve_frames(
     return fields
 
 
-class _ReplyHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _ReplyHeader(Strict):
     version: int
     request_id: Annotated[int, Field(ge=0, lt=2**63)]
     method: str
@@ -244,7 +236,8 @@ class Reply(NamedTuple):
 def request_template(message: Request, frames: list[Buffer]) -> bytes:
     """Encode a request's header behind its numbers, and append its tensors' frames."""
     body = to_framed(message, frames)
-    return pack_template({"version": PROTOCOL_VERSION, "method": message.method, "request": body})
+    # Without the head of its map, as `reply_template`.
+    return pack({"version": PROTOCOL_VERSION, "method": message.method, "request": body})[1:]
 
 
 def reply_template(method: str, result: Response | ErrorCode, frames: list[Buffer]) -> bytes:
@@ -254,7 +247,7 @@ def reply_template(method: str, result: Response | ErrorCode, frames: list[Buffe
         fields |= {"status": "error", "error": result.value}
     else:
         fields |= {"status": "success", "response": to_framed(result, frames)}
-    return pack_template(fields)
+    return pack(fields)[1:]
 
 
 def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[Buffer]:
@@ -267,8 +260,12 @@ def encode_request(message: Request, request_id: int, timeout_ms: int) -> list[B
 
 def decode_reply(frames: Sequence[Buffer]) -> Reply:
     """Decode and check a framed reply. Raises ProtocolError."""
-    few = 1 <= len(frames) <= MAX_REPLY_FRAMES
-    ProtocolError.unless(few, "reply", f"{len(frames)} frames", f"1 to {MAX_REPLY_FRAMES}")
+    ProtocolError.unless(
+        1 <= len(frames) <= MAX_REPLY_FRAMES,
+        "reply",
+        f"{len(frames)} frames",
+        f"1 to {MAX_REPLY_FRAMES}",
+    )
     envelope = unpack(
         frames[0],
         where="reply",

@@ -90,13 +90,8 @@ class TsqpError(Exception):
     retryable: bool = False
 
     def __init__(self, where: str, got: str, expected: str) -> None:
-        where = one_line(where)
-        got = one_line(got)
-        expected = one_line(expected)
-        super().__init__(where, got, expected)
-        self.where = where
-        self.got = got
-        self.expected = expected
+        self.where, self.got, self.expected = map(one_line, (where, got, expected))
+        super().__init__(self.where, self.got, self.expected)
 
     def __str__(self) -> str:
         return f"{self.where}: got {self.got}, expected {self.expected}"
@@ -143,6 +138,12 @@ class TsqpError(Exception):
             yield
         except kinds:
             raise cls(where, got, expected) from None
+
+
+class _RetryableError(TsqpError):
+    """Base of what the same request may succeed after."""
+
+    retryable = True
 
 
 class InputError(TsqpError):
@@ -193,20 +194,16 @@ class KeyFileError(InputError):
     """A key of a channel, or a list of allowed ones: missing, malformed or readable by others."""
 
 
-class EndpointError(TsqpError):
+class EndpointError(_RetryableError):
     """An endpoint that is malformed, in use or does not answer."""
-
-    retryable = True
 
 
 class AbsentError(EndpointError):
     """Nobody listens or shakes hands there, yet or for a moment: a start waits for that."""
 
 
-class DeadlineExceededError(TsqpError):
+class DeadlineExceededError(_RetryableError):
     """The peer did not answer in time; it may be dead, slow or cut off."""
-
-    retryable = True
 
 
 class ProtocolError(TsqpError):
@@ -243,10 +240,8 @@ class ServiceError(TsqpError):
         self.retryable = code.retryable
 
 
-class SessionLostError(TsqpError):
+class SessionLostError(_RetryableError):
     """A service has lost the keys and values of a sequence, which begins anew."""
-
-    retryable = True
 
 
 class ReplyError(TsqpError):
@@ -260,10 +255,8 @@ class VerificationError(TsqpError):
     """
 
 
-class LimitError(TsqpError):
+class LimitError(_RetryableError):
     """A limit of the trusted side: names the limit, what was asked for and what is available."""
-
-    retryable = True
 
 
 class EngineError(TsqpError):
@@ -301,10 +294,8 @@ class ActivationRangeError(TsqpError):
     """An activation beyond what the ring can hold: the product could wrap."""
 
 
-class PadsExhaustedError(TsqpError):
+class PadsExhaustedError(_RetryableError):
     """No pad is left; more can be made."""
-
-    retryable = True
 
 
 def shown(name: str) -> str:

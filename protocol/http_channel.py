@@ -89,7 +89,6 @@ class HttpChannel(PendingChannel):
             self._headers["authorization"] = f"Bearer {access.token}"
         # Of the process that has answered first.
         self._instance: bytes | None = None
-        self._why = ""
         self._requests: dict[int, Future[Received]] = {}
         self._done: queue.SimpleQueue[Future[Received]] = queue.SimpleQueue()
         context = _context(access) if endpoint.startswith("https:") else None
@@ -146,9 +145,6 @@ class HttpChannel(PendingChannel):
                         request.cancel()
                     self._why = f", HTTP status {lost.status}" if lost.status else ""
                     return None
-
-    def _connection_lost(self, when: str) -> EndpointError:
-        return super()._connection_lost(when + self._why)
 
     # ------------------------------------------------------------------- on the channel's thread
 
@@ -279,9 +275,8 @@ class Stream(httpcore2.AsyncNetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         """Say whether an idle connection has ended (`is_readable`); of nothing else."""
-        if info == "is_readable":
-            return self._reader.at_eof() or self._writer.is_closing()
-        return None
+        ended = self._reader.at_eof() or self._writer.is_closing()
+        return ended if info == "is_readable" else None
 
 
 class Backend(httpcore2.AsyncNetworkBackend):

@@ -157,8 +157,6 @@ def int8_product(
 
     `rows`: int8 [M, K]; `weight`: int8 [N, K]. Returns int32 [M, N], in `out` where it is given.
     """
-    if out is None:
-        return torch._int_mm(rows, weight.t())
     return torch._int_mm(rows, weight.t(), out=out)
 
 

@@ -24,9 +24,8 @@ class AdaptiveSpin:
     """Decides whether to spin. `spin_us`: for how long at most, in microseconds; 0: never."""
 
     def __init__(self, spin_us: float) -> None:
-        self._limit_ns = int(spin_us * 1000)
         self.limit_us = int(spin_us)
-        self.is_on = self._limit_ns > 0
+        self.is_on = self.limit_us > 0
         # Whether the previous wait was shorter than `spin_us`.
         self.expects_soon = self.is_on
 
@@ -40,7 +39,7 @@ class AdaptiveSpin:
         started_ns = time.perf_counter_ns()
         found = None
         if self.expects_soon:
-            give_up_ns = started_ns + min(self._limit_ns, left_s * 1e9)
+            give_up_ns = started_ns + min(1000 * self.limit_us, left_s * 1e9)
             found = ask(0.0)
             while not found and time.perf_counter_ns() < give_up_ns:
                 # Where there are fewer cores than who wants one, the other end may need this one.
@@ -53,7 +52,7 @@ class AdaptiveSpin:
 
     def waited(self, started_ns: int) -> None:
         """Take note of a wait that began at `started_ns` (perf_counter_ns) and ends now."""
-        self.expects_soon = time.perf_counter_ns() - started_ns < self._limit_ns
+        self.expects_soon = time.perf_counter_ns() - started_ns < 1000 * self.limit_us
 
 
 # Of ZeroMQ, with a quarter of it between two heartbeats: a stopped peer is noticed after 1.25 s at

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from protocol.tensors import Buffer, WireTensor
+from protocol.validation import Strict
 
 PROTOCOL_VERSION = 1
 MAX_LAYERS = 4096
@@ -84,12 +85,8 @@ def expand(seed: Buffer, count: int) -> bytearray:
     return drawn
 
 
-class Message(BaseModel):
+class Message(Strict, arbitrary_types_allowed=True):
     """Base of everything that crosses the wire."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True
-    )
 
 
 class InitRequest(Message):
@@ -113,7 +110,14 @@ class EmbeddingRequest(Message):
     dtype: FloatDtype
 
 
-class LinearRequest(Message):
+class _ModulesRequest(Message):
+    """Base of what names modules of a layer."""
+
+    layer_idx: LayerIndex
+    module_names: ModuleNames
+
+
+class LinearRequest(_ModulesRequest):
     """Apply one module of a layer, or several that share their input.
 
     `hidden_states`: float [..., in_features]. The reply holds the modules' outputs side by side on
@@ -122,13 +126,11 @@ class LinearRequest(Message):
     """
 
     method: ClassVar[str] = "Linear"
-    layer_idx: LayerIndex
-    module_names: ModuleNames
     hidden_states: WireTensor
     bias: bool = True
 
 
-class RingLinearRequest(Message):
+class RingLinearRequest(_ModulesRequest):
     """Apply modules as a Linear does, with their int8 weights, in the ring Z_2^32.
 
     `elements`: int32 [..., in_features]. The reply is int32 [..., sum of out_features]: the product
@@ -136,20 +138,16 @@ class RingLinearRequest(Message):
     """
 
     method: ClassVar[str] = "RingLinear"
-    layer_idx: LayerIndex
-    module_names: ModuleNames
     elements: WireTensor
 
 
-class SeededRingLinearRequest(Message):
+class SeededRingLinearRequest(_ModulesRequest):
     """A RingLinear of elements int32 [rows, columns] that the service draws itself, from a seed.
 
     `seed`: int32 [8], which `expand` makes the elements of. `columns`: in_features.
     """
 
     method: ClassVar[str] = "SeededRingLinear"
-    layer_idx: LayerIndex
-    module_names: ModuleNames
     rows: Size
     columns: Size
     seed: WireTensor
@@ -328,10 +326,9 @@ class Timing(Message):
 tensor_reply = TensorReply.__pydantic_validator__.validate_python
 checked_timing = Timing.__pydantic_validator__.validate_python
 
-Request: TypeAlias = (
-    InitRequest
-    | HealthRequest
-    | EmbeddingRequest
+# Requests whose tensors are new each time, and all else is the same (`protocol.prepared`).
+Preparable: TypeAlias = (
+    EmbeddingRequest
     | LinearRequest
     | RingLinearRequest
     | SeededRingLinearRequest
@@ -340,6 +337,7 @@ Request: TypeAlias = (
     | RingLMHeadRequest
     | SegmentRequest
 )
+Request: TypeAlias = InitRequest | HealthRequest | Preparable
 Response: TypeAlias = InitReply | HealthReply | TensorReply
 
 REQUEST_TYPES: dict[str, type[Request]] = {cls.method: cls for cls in get_args(Request)}

@@ -20,15 +20,9 @@ from protocol.encoding import REPLY, REQUEST, HeaderLayout, reply_template, requ
 from protocol.errors import ErrorCode, ProtocolError, ReplyError
 from protocol.messages import (
     SEED_SHAPE,
-    EmbeddingRequest,
-    LinearRequest,
-    LMHeadRequest,
-    MatmulRequest,
+    Preparable,
     Response,
-    RingLinearRequest,
-    RingLMHeadRequest,
     SeededRingLinearRequest,
-    SegmentRequest,
     TensorReply,
     Timing,
 )
@@ -41,18 +35,6 @@ from protocol.tensors import (
     short_name,
     to_torch,
     torch_dtype,
-)
-
-# Requests whose tensors are new each time, and all else is the same.
-Preparable: TypeAlias = (
-    EmbeddingRequest
-    | LinearRequest
-    | RingLinearRequest
-    | SeededRingLinearRequest
-    | MatmulRequest
-    | LMHeadRequest
-    | RingLMHeadRequest
-    | SegmentRequest
 )
 
 _SHAPE = struct.Struct("5q")

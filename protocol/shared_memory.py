@@ -126,30 +126,28 @@ def adopt(file: int, owner: int) -> Lane:
     `owner`: user id of the peer, whose the file must be. Raises ProtocolError for what is no sealed
     segment, or one larger than any that `create` makes.
     """
-    try:
+    with ProtocolError.for_os(_WHERE, "a memfd"):
         seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
         page = os.fstatvfs(file).f_bsize
-    except OSError as error:
-        raise ProtocolError(_WHERE, os.strerror(error.errno or 0), "a memfd") from None
-    sealed = seals & _SEALS == _SEALS
-    ProtocolError.unless(sealed, _WHERE, "a file that may change its size", "one sealed against it")
-    # Huge ones may be missing when they are touched, which ends the process. (`st_blksize` tells
-    # of transparent ones as well, which do no harm.)
-    small = page == mmap.PAGESIZE
-    ProtocolError.unless(small, _WHERE, f"pages of {page} bytes", f"{mmap.PAGESIZE}")
-    own = found.st_uid == owner
-    ProtocolError.unless(own, _WHERE, "a file of another user than the peer", "one of its own")
-    fits = _HEAD.size <= found.st_size <= LARGEST
-    got = f"{found.st_size} bytes"
-    expected = f"{_HEAD.size} to {LARGEST}"
-    limit = ErrorCode.LIMIT_EXCEEDED
-    ProtocolError.unless(fits, _WHERE, got, expected, code=limit)
-    try:
+    for holds, got, expected in (
+        (seals & _SEALS == _SEALS, "a file that may change its size", "one sealed against it"),
+        # Huge ones may be missing when they are touched, which ends the process. (`st_blksize`
+        # tells of transparent ones as well, which do no harm.)
+        (page == mmap.PAGESIZE, f"pages of {page} bytes", f"{mmap.PAGESIZE}"),
+        (found.st_uid == owner, "a file of another user than the peer", "one of its own"),
+    ):
+        ProtocolError.unless(holds, _WHERE, got, expected)
+    ProtocolError.unless(
+        _HEAD.size <= found.st_size <= LARGEST,
+        _WHERE,
+        f"{found.st_size} bytes",
+        f"{_HEAD.size} to {LARGEST}",
+        code=ErrorCode.LIMIT_EXCEEDED,
+    )
+    with ProtocolError.instead_of(
+        (OSError, ValueError), _WHERE, "a file that cannot be mapped", "one that can be written"
+    ):
         mapped = mmap.mmap(file, found.st_size)
-    except (OSError, ValueError):
-        raise ProtocolError(
-            _WHERE, "a file that cannot be mapped", "one that can be written"
-        ) from None
     return Lane(mapped, areas_in(mapped), is_client=False)
 
 
@@ -162,10 +160,8 @@ def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
     magic, slots, named, *sizes = _HEAD.unpack(mapped[: _HEAD.size])
     areas = Areas(slots, *sizes)
     whole = all(size and size % mmap.PAGESIZE == 0 for size in areas[1:])
-    if session is None:
-        fits = areas.total == len(mapped)
-    else:
-        fits = areas.total <= len(mapped) and named == session
+    fills = areas.total == len(mapped)
+    fits = fills if session is None else areas.total <= len(mapped) and named == session
     good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
     ProtocolError.unless(
         good, _WHERE, "another head", f"{MAGIC.decode()}, whose areas fill the file"

@@ -244,19 +244,16 @@ class IvshmemChannel(ShmChannel):
 
     def _share(self, connection: socket.socket) -> None:
         path = parse_endpoint(self.endpoint).memory
-        try:
+        with (
+            EndpointError.for_os(path, "a file to map (resource2)"),
+            EndpointError.instead_of(BlockingIOError, path, "another client", "one at a time"),
+        ):
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             size = os.fstat(self._file).st_size
             EndpointError.unless(size >= SMALLEST, path, f"{size} bytes", f"{SMALLEST} or more")
             areas = areas_for(self._max_message_bytes, self._max_reply_bytes, size)
             mapped = mmap.mmap(self._file, areas.total)
-        except BlockingIOError:
-            raise EndpointError(path, "another client", "one at a time") from None
-        except OSError as error:
-            raise EndpointError(
-                path, os.strerror(error.errno or 0), "a file to map (resource2)"
-            ) from None
         ours = mapped[: len(MAGIC)] in (MAGIC, bytes(len(MAGIC)))
         EndpointError.unless(ours, path, "something else in it", "zeros, or a segment")
         session = os.urandom(SESSION_BYTES)

@@ -8,6 +8,7 @@ import struct
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import ceil
 from typing import Any
 
@@ -35,18 +36,8 @@ from protocol.tensors import Buffer
 QUEUED_REQUESTS = 64
 _CONNECT_INTERVAL_S = 0.01
 
-# What says that no process listens there yet, or not at this moment.
-_ABSENT = frozenset(
-    {
-        errno.ENOENT,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EPIPE,
-        errno.EAGAIN,
-        errno.ETIMEDOUT,
-        errno.ENODEV,
-    }
-)
+# What says that no process listens there yet, or not at this moment; and ENODEV, of vsock.
+_ABSENT = (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError)
 
 
 class StreamChannel(PendingChannel):
@@ -75,7 +66,6 @@ class StreamChannel(PendingChannel):
         self._pool = MemoryPool()
         self._socket: socket.socket | None = None
         self._probe: LivenessProbe
-        self._was_connected = False
         self._read_timeout_s = 0.0
         self._reader: MessageReader
         self._writer: MessageWriter
@@ -90,13 +80,18 @@ class StreamChannel(PendingChannel):
     def _connect(self, give_up: float) -> socket.socket:
         """Connect once. Raises OSError where another attempt may help, and EndpointError."""
         try:
-            connection, self._probe = _connected_twice(self._address, give_up)
+            # For messages and for signs of life: a client that may send messages has both.
+            with ExitStack() as until_both:
+                probing = until_both.enter_context(_connected(self._address, give_up))
+                self._probe = LivenessProbe(probing)
+                connection = _connected(self._address, give_up)
+                until_both.pop_all()
         except OSError as error:
-            if error.errno not in _ABSENT and not isinstance(error, TimeoutError):
-                got = os.strerror(error.errno or 0)
-                raise EndpointError(self.endpoint, got, "an address to connect to") from None
-            raise
-        late = self._reader.messages if self._was_connected else ()
+            if isinstance(error, _ABSENT) or error.errno == errno.ENODEV:
+                raise
+            got = os.strerror(error.errno or 0)
+            raise EndpointError(self.endpoint, got, "an address to connect to") from None
+        late = self._reader.messages if self._connection else ()
         self._reader = MessageReader(
             connection,
             self._pool,
@@ -108,7 +103,7 @@ class StreamChannel(PendingChannel):
         self._reader.messages.extend(late)
         self._writer = MessageWriter(connection)
         self._read_timeout_s = 0.0
-        self._socket, self._was_connected = connection, True
+        self._socket = connection
         return connection
 
     def close(self) -> None:
@@ -130,8 +125,9 @@ class StreamChannel(PendingChannel):
                 if self._socket is None or self._writer.unsent:
                     if not give_up:
                         # A service that was there comes back in a moment, or not.
-                        most_s = RECONNECT_S if self._was_connected else timeout_s
-                        give_up = time.monotonic() + min(most_s, timeout_s)
+                        was_there = self._connection or self._socket is not None
+                        most_s = min(RECONNECT_S, timeout_s) if was_there else timeout_s
+                        give_up = time.monotonic() + most_s
                     if self._socket is None:
                         self._connect(give_up)
                     self._make_room(size, give_up)
@@ -142,7 +138,7 @@ class StreamChannel(PendingChannel):
                 # The service has not got all of it, so it is safe to send again.
                 self.close()
                 if give_up and time.monotonic() >= give_up:
-                    if self._was_connected:
+                    if self._connection:
                         raise self._connection_lost(f"before {method} could be sent") from None
                     raise DeadlineExceededError(
                         self.endpoint,
@@ -252,14 +248,8 @@ class StreamChannel(PendingChannel):
             if timeout_s != self._read_timeout_s and self._socket is not None:
                 # The kernel itself ends a blocking call: no poll before each one. Zero would mean
                 # for ever.
-                micros = max(1000, ceil(timeout_s * 1e6))
-                value = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
-                # To one of vsock, Python 3.11 passes numbers alone: it is called by another family.
-                plain = socket.socket(socket.AF_UNIX, fileno=self._socket.fileno())
-                try:
-                    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-                finally:
-                    plain.detach()
+                value = struct.pack("@ll", *divmod(max(1000, ceil(timeout_s * 1e6)), 1_000_000))
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
                 self._read_timeout_s = timeout_s
         try:
             if not self._reader.read(flags):
@@ -302,25 +292,11 @@ class StreamChannel(PendingChannel):
                         raise
 
 
-def _connected_twice(address: StreamAddress, give_up: float) -> tuple[socket.socket, LivenessProbe]:
-    """Connect for messages and for signs of life: a client that may send messages has both."""
-    probing = _connected(address, give_up - time.monotonic())
-    try:
-        probe = LivenessProbe(probing)
-        return _connected(address, give_up - time.monotonic()), probe
-    except BaseException:
-        probing.close()
-        raise
-
-
-def _connected(address: StreamAddress, timeout_s: float) -> socket.socket:
+def _connected(address: StreamAddress, give_up: float) -> socket.socket:
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_VSOCK
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(max(0.001, timeout_s))
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(max(0.001, give_up - time.monotonic()))
         connection.connect(address)
         prepare(connection)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        # Python 3.11 passes a socket of vsock no options but numbers: it goes by another family.
+        return socket.socket(socket.AF_UNIX, fileno=connection.detach())

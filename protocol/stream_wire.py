@@ -393,8 +393,17 @@ class MessageReader:
             stop = start + self._expected
             if self._expected < COPY_BYTES:
                 memory, start = memoryview(bytearray(self._buffer[start:stop])), stop
+            elif start % ALIGNMENT:
+                memory = self._pool.take(stop - start)
+                memory[:] = self._buffer[start:stop]
+                start = stop
             else:
-                memory, start = self._take_large(start, stop)
+                # It keeps the buffer, and what follows begins another one.
+                whole, self._buffer = self._buffer, self._pool.take(BUFFER_BYTES)
+                left = self.unfinished_bytes - stop
+                self._buffer[:left] = whole[stop : self.unfinished_bytes]
+                self.unfinished_bytes = left
+                memory, start = whole[start:stop], 0
             frames = list(map(memory.__getitem__, self._places))
             self.messages.append((frames, time.perf_counter_ns()))
         if start:
@@ -403,18 +412,6 @@ class MessageReader:
             self.unfinished_bytes = left
         if self.wants_room and not self._asks_first:
             self.begin_large()
-
-    def _take_large(self, start: int, stop: int) -> tuple[memoryview, int]:
-        """Return the memory of a message in the buffer, and where the next one begins."""
-        if start % ALIGNMENT:
-            memory = self._pool.take(stop - start)
-            memory[:] = self._buffer[start:stop]
-            return memory, stop
-        whole, self._buffer = self._buffer, self._pool.take(BUFFER_BYTES)
-        left = self.unfinished_bytes - stop
-        self._buffer[:left] = whole[stop : self.unfinished_bytes]
-        self.unfinished_bytes = left
-        return whole[start:stop], 0
 
     def _too_large_for_memory(self) -> ProtocolError:
         return self._refused(

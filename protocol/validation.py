@@ -40,20 +40,15 @@ def validate(cls: type[M], fields: Mapping[str, Any], where: str) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         kind, value = first["type"], first["input"]
-        got = describe_untrusted(value)
         expected = expectation(kind, first["msg"])[:100]
-        location = first["loc"]
-        if kind == "missing":
-            got = "nothing"
-        elif kind == "extra_forbidden":
-            # The name of an unknown field is as little ours to repeat as its value.
-            got = "an unknown field"
-            expected = "only those of the schema"
-            location = location[:-1]
-        elif kind == "dataclass_exact_type":
-            got = f"a value of type {type(value).__name__}"
-            expected = "a tensor"
-        path = ".".join(["", *(str(part) for part in location)])
+        got, expected = {
+            "missing": ("nothing", expected),
+            "extra_forbidden": ("an unknown field", "only those of the schema"),
+            "dataclass_exact_type": (f"a value of type {type(value).__name__}", "a tensor"),
+        }.get(kind, (describe_untrusted(value), expected))
+        # The name of an unknown field is as little ours to repeat as its value.
+        location = first["loc"][:-1] if kind == "extra_forbidden" else first["loc"]
+        path = ".".join(["", *map(str, location)])
         raise ProtocolError(f"{where}{path}", got, expected, code=ErrorCode.INVALID_FIELD) from None
 
 

@@ -168,8 +168,6 @@ def bytes_received(descriptor: int) -> int | None:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
     except OSError:
         return None
-    if len(info) < _RECEIVED_AT + 8:
-        return None
     return int.from_bytes(info[_RECEIVED_AT:], sys.byteorder)
 
 
@@ -205,12 +203,10 @@ class ZmqChannel(PendingChannel):
         self._spin = AdaptiveSpin(spin_us)
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._socket_bytes = max_message_bytes
         # Set from the loss of a connection until there is a new one.
         self._lost = False
         # Set when ZeroMQ may not connect again by itself.
         self._ended = False
-        self._established = False
         # Why there is no connection: the error's class, what we got, and what we expected.
         self._refusal: tuple[type[EndpointError], str, str] | None = None
         # The connection's file descriptor, and how many bytes had come when a message was complete.
@@ -225,25 +221,13 @@ class ZmqChannel(PendingChannel):
         """Make a socket, which connects when it is first used."""
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        set_options(
-            self._socket,
-            self.endpoint,
-            max_message_bytes=self._socket_bytes,
-            heartbeat_timeout_s=self._heartbeat_timeout_s,
-        )
         if self._keys is not None:
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.service)
         self._events = watch(self._context, self._socket, _EVENTS)
         self._patience_ms = -1
-        self._connected = self._ended = self._established = False
-
-    def use_one_connection(self) -> None:
-        """See `PendingChannel.use_one_connection`; to be called before the first request."""
-        super().use_one_connection()
-        # ZeroMQ would send what it has queued over whatever connection it makes next.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._connected = self._ended = False
 
     def _close_socket(self) -> None:
         self._socket.disable_monitor()
@@ -255,13 +239,6 @@ class ZmqChannel(PendingChannel):
         if not self._socket.closed:
             self._close_socket()
         self._context.term()
-
-    def limit_replies(self, max_reply_bytes: int) -> None:
-        """See `PendingChannel.limit_replies`; a larger frame already ends the connection."""
-        # ZeroMQ looks at the limit when it connects, which is not before the first request.
-        super().limit_replies(max_reply_bytes)
-        self._socket_bytes = min(self._socket_bytes, max_reply_bytes)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._socket_bytes)
 
     def _send(self, method: str, frames: Sequence[Buffer], size: int, timeout_s: float) -> int:
         self._wait_for_connection(method, min(RECONNECT_S, timeout_s))
@@ -290,7 +267,7 @@ class ZmqChannel(PendingChannel):
                 self._descriptor, self._bytes_before = value, None
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._lost = self._ended = False
-                self._established, self._refusal = True, None
+                self._refusal = None
             elif event == zmq.EVENT_CLOSED:
                 # Nothing listens. ZeroMQ tries again, but not where one connection is allowed.
                 if self._one_connection:
@@ -298,9 +275,9 @@ class ZmqChannel(PendingChannel):
                     self._refusal = (AbsentError, "nothing that listens", "a gpu-service")
                     self._connection += 1
             elif event == zmq.EVENT_DISCONNECTED:
-                # Also follows a handshake that failed, after which ZeroMQ may try again.
-                self._ended |= self._established
-                self._established = False
+                # Also follows a handshake that failed, and then its refusal, after which ZeroMQ
+                # may try again.
+                self._ended |= self._refusal is None
                 self._lost = True
                 self._connection += 1
             elif event == _NO_DETAIL and value in (errno.EAGAIN, errno.EINTR):
@@ -348,6 +325,16 @@ class ZmqChannel(PendingChannel):
         if self._ended and self._lost:
             self._replace_socket(keep_until=until)
         if not self._connected:
+            # A frame beyond the limit of replies already ends the connection.
+            set_options(
+                self._socket,
+                self.endpoint,
+                max_message_bytes=self._max_reply_bytes,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+            )
+            if self._one_connection:
+                # ZeroMQ would send what it has queued over whatever connection it makes next.
+                self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
             try:
                 # Now, and whenever ZeroMQ thinks it right.
                 self._socket.connect(self.endpoint)
@@ -415,13 +402,13 @@ class ZmqChannel(PendingChannel):
         if self._bytes_before is None:
             self._bytes_before = received
         # Bytes of ZeroMQ's own, and what was on the way when we looked first.
-        limit = 2 * self._socket_bytes + _BYTES_OF_ITS_OWN
+        limit = 2 * self._max_reply_bytes + _BYTES_OF_ITS_OWN
         if (unfinished := received - self._bytes_before) > limit:
             self._end_connection(keep_until=deadline)
             raise ProtocolError(
                 f"reply from {self.endpoint}",
                 f"{unfinished} bytes of a message without its end",
-                f"at most {self._socket_bytes}",
+                f"at most {self._max_reply_bytes}",
                 code=ErrorCode.LIMIT_EXCEEDED,
             )
 

@@ -99,8 +99,7 @@ class ModelledLink(WrappedChannel):
 
     def _note_sent(self, request_id: int, method: str, size: int, timeout_s: float) -> int:
         now_ns = time.perf_counter_ns()
-        begin_ns = max(self._there_free_ns, now_ns)
-        self._there_free_ns = begin_ns + self.link.transfer_ns(size)
+        self._there_free_ns = max(self._there_free_ns, now_ns) + self.link.transfer_ns(size)
         arrival_ns = self._there_free_ns + self.link.one_way_ns
         self._sent[request_id] = method, arrival_ns, now_ns + int(timeout_s * 1e9), timeout_s
         return request_id
@@ -113,8 +112,8 @@ class ModelledLink(WrappedChannel):
         service_ns = 0 if timing is None else (timing.queue_us + timing.compute_us) * 1000
         # A claim that is not true would keep the way back occupied, for all that come later.
         service_ns = min(service_ns, exchange.elapsed_ns)
-        begin_ns = max(self._back_free_ns, arrival_ns + service_ns)
-        self._back_free_ns = begin_ns + self.link.transfer_ns(exchange.bytes_received)
+        self._back_free_ns = max(self._back_free_ns, arrival_ns + service_ns)
+        self._back_free_ns += self.link.transfer_ns(exchange.bytes_received)
         due_ns = self._back_free_ns + self.link.one_way_ns
         wait_until(min(due_ns, deadline_ns))
         if due_ns > deadline_ns:
@@ -123,8 +122,7 @@ class ModelledLink(WrappedChannel):
                 got=f"no reply to {method} within {timeout_s:g} s over a modelled link",
                 expected="a faster link, or more time",
             )
-        arrived_ns = max(due_ns, exchange.sent_ns + exchange.elapsed_ns)
-        exchange.elapsed_ns = arrived_ns - exchange.sent_ns
+        exchange.elapsed_ns = max(exchange.elapsed_ns, due_ns - exchange.sent_ns)
         return exchange
 
     def abandon(self, request_id: int) -> None:

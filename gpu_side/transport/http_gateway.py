@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from gpu_side.access import digest_of
 from gpu_side.encoding import MAX_FRAMES
@@ -42,6 +42,11 @@ ALWAYS_BYTES = 1024 * 1024
 BODY_S = 10.0
 LEAST_BYTES_PER_S = 64 * 1024
 _TURN_BYTES = 1024 * 1024
+# Of what is refused. After the last three the rest of the body is not read.
+_MORE_HEADERS = {
+    401: ((b"www-authenticate", b"Bearer"),),
+    **dict.fromkeys((400, 408, 413), ((b"connection", b"close"),)),
+}
 _CHANNEL = re.compile(b"[0-9a-f]{32}")
 
 
@@ -59,11 +64,8 @@ class _RefusedError(Exception):
             raise cls(status, detail)
 
 
-class _Waiting(NamedTuple):
-    """A request that waits for its reply; the future's None is that none will come."""
-
-    incoming: Incoming
-    reply: asyncio.Future[Sequence[Buffer] | None]
+# A request that waits for its reply; the future's None is that none will come.
+_Waiting: TypeAlias = "tuple[Incoming, asyncio.Future[Sequence[Buffer] | None]]"
 
 
 class Gateway:
@@ -110,10 +112,11 @@ class Gateway:
         found = self.waiting.pop(route[-1], None)
         if found is None:
             return False
+        client = found[0].client
         with self._lock:
-            takes_it = self._unread[found.incoming.client] <= self._max_message_bytes
+            takes_it = self._unread[client] <= self._max_message_bytes
         if takes_it:
-            self._count_unread(found.incoming.client, sum(map(len, frames)))
+            self._count_unread(client, sum(map(len, frames)))
         loop.call_soon_threadsafe(self._settle, found, frames if takes_it else None)
         return takes_it
 
@@ -127,7 +130,7 @@ class Gateway:
         """End the requests of clients that are not let in any more; of all, while we end."""
         tokens = self.tokens
         for number, waiting in list(self.waiting.items()):
-            if self._ending or (tokens is not None and waiting.incoming.key not in tokens):
+            if self._ending or (tokens is not None and waiting[0].key not in tokens):
                 self.waiting.pop(number, None)
                 self._settle(waiting, None)
 
@@ -138,10 +141,11 @@ class Gateway:
 
     def _settle(self, waiting: _Waiting, frames: Sequence[Buffer] | None) -> None:
         """Let a request go on; what its client cannot get any more is forgotten."""
-        if not waiting.reply.done():
-            waiting.reply.set_result(frames)
+        incoming, reply = waiting
+        if not reply.done():
+            reply.set_result(frames)
         elif frames is not None:
-            self._count_unread(waiting.incoming.client, -sum(map(len, frames)))
+            self._count_unread(incoming.client, -sum(map(len, frames)))
 
     async def __call__(
         self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
@@ -171,8 +175,9 @@ class Gateway:
             ready = self.is_ready and not self._ending
             await self._say(send, 200 if ready else 503, "ready" if ready else "not ready")
             return
-        paths = f"{RPC_PATH} and {HEALTH_PATH} are all there is"
-        _RefusedError.unless(path == RPC_PATH, 404, paths)
+        _RefusedError.unless(
+            path == RPC_PATH, 404, f"{RPC_PATH} and {HEALTH_PATH} are all there is"
+        )
         _RefusedError.unless(method == "POST", 405, "POST only")
         headers = dict(scope["headers"])
         key = b""
@@ -216,11 +221,12 @@ class Gateway:
         incoming = Incoming((name, number), frames, time.perf_counter_ns(), key)
         reply: asyncio.Future[Sequence[Buffer] | None] = asyncio.get_running_loop().create_future()
         self.hold(incoming.client, sum(map(len, frames)))
-        self.waiting[number] = _Waiting(incoming, reply)
+        self.waiting[number] = incoming, reply
         self._deliver(incoming)
         # The memory is the loop's from now on.
         del body, frames, incoming
-        gone = asyncio.ensure_future(_disconnected(receive))
+        # Behind a whole body comes nothing but the end of its connection.
+        gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((reply, gone), return_when=asyncio.FIRST_COMPLETED)
             if not reply.done():
@@ -251,8 +257,9 @@ class Gateway:
         _RefusedError.unless(not (said and chunked), 400, "a length, and chunks as well")
         # What is said decides when it is read, and nothing more.
         size = int(said) if said.isdigit() else self._longest
-        fits = size <= self._longest
-        _RefusedError.unless(fits, 413, f"a body of {size} bytes, of {self._longest}")
+        _RefusedError.unless(
+            size <= self._longest, 413, f"a body of {size} bytes, of {self._longest}"
+        )
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S) as limit:
@@ -265,8 +272,9 @@ class Gateway:
                         if message["type"] != "http.request":
                             raise ConnectionAbortedError
                         body += message.get("body", b"")
-                        fits = len(body) <= size
-                        _RefusedError.unless(fits, 413, f"a body of more than {size} bytes")
+                        _RefusedError.unless(
+                            len(body) <= size, 413, f"a body of more than {size} bytes"
+                        )
                         if not message.get("more_body"):
                             return body
                 finally:
@@ -292,12 +300,7 @@ class Gateway:
                 self._freed = asyncio.Event()
 
     async def _say(self, send: ASGISendCallable, status: int, text: str) -> None:
-        headers = [(b"content-type", b"text/plain")]
-        if status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        # The rest of such a body is not read.
-        if status in (400, 408, 413):
-            headers.append((b"connection", b"close"))
+        headers = [(b"content-type", b"text/plain"), *_MORE_HEADERS.get(status, ())]
         body = f"{text}\n".encode()
         await self._send(send, status, headers, [body], len(body))
 
@@ -326,8 +329,3 @@ class Gateway:
                     part = bytes(memoryview(piece)[start : start + _TURN_BYTES])
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: ASGIReceiveCallable) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

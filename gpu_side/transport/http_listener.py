@@ -78,7 +78,7 @@ class HttpListener(WaitingListener):
             self._loop.create_server = partial(  # type: ignore[method-assign]
                 self._loop.create_server, ssl_handshake_timeout=SILENT_S
             )
-        self._failed = self._closed = False
+        self._closed = False
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._gateway,
@@ -119,9 +119,8 @@ class HttpListener(WaitingListener):
     def _has_come(self, patience_s: float) -> bool:
         self._gateway.is_ready = True
         if not self._arrived:
-            if self._failed:
+            if not self._come.wait(patience_s) and not self._thread.is_alive():
                 raise admits_no_client(self.endpoint)
-            self._come.wait(patience_s)
             self._come.clear()
         return bool(self._arrived)
 
@@ -162,18 +161,11 @@ class HttpListener(WaitingListener):
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
+                # Ends with the loop's runner.
+                self._looking = self._loop.create_task(self._cut_silent())
+                runner.run(self._server.serve(sockets=[self._socket]))
         except Exception:
             log.exception("http_failed", lets_in="nobody")
-        finally:
-            if not self._closed:
-                self._failed = True
-                self._come.set()
-
-    async def _serve(self) -> None:
-        # Ends with the loop's runner.
-        self._looking = asyncio.create_task(self._cut_silent())
-        await self._server.serve(sockets=[self._socket])
 
     @property
     def _connections(self) -> set[H11Protocol]:

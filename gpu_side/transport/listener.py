@@ -32,6 +32,8 @@ CLOSING_S = 0.5
 _WAKEUP_INTERVAL_S = 0.1
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
+# How often to look, meanwhile, whether one can be again.
+_LOOK_S = 0.05
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
@@ -105,6 +107,10 @@ class Listener(Protocol):
 class WaitingListener(Listener):
     """A `Listener` that waits for messages alone, and looks for anything else now and then."""
 
+    # Where a transport waits with this, what is to wake it up is in it too.
+    _waits_with: select.epoll | None = None
+    _wakeup: socket.socket | None = None
+
     def __init__(self, spin_us: float = 0.0) -> None:
         self._spin = AdaptiveSpin(spin_us)
 
@@ -113,11 +119,14 @@ class WaitingListener(Listener):
         """Say whether a message can be received, waiting for one so many seconds (at least 0)."""
 
     def wait(self, *, wakeup: socket.socket | None = None, timeout_ms: int | None = None) -> bool:
-        """See `Listener.wait`. `wakeup` is looked at a few times a second, when nothing arrives.
+        """See `Listener.wait`. `wakeup` is seen at once over a stream, else a few times a second.
 
         To sleep in the call that receives, and not in a poll of both sockets before it, is what a
         fifth of a small round trip went into.
         """
+        if self._waits_with is not None and wakeup is not None and wakeup is not self._wakeup:
+            self._wakeup = wakeup
+            self._waits_with.register(wakeup, select.EPOLLIN)
         # Only looking is no wait, and says nothing of how soon messages come.
         if timeout_ms == 0:
             return self._has_come(0.0)
@@ -157,22 +166,16 @@ def refuse_live_socket(endpoint: Endpoint) -> None:
     if address is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # A live service whose backlog is full does not answer, and is no less alive.
+        # A live service whose backlog is full does not answer (EAGAIN), and is no less alive.
         probe.setblocking(False)
-        try:
-            probe.connect(address)
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            # No process listens, or there is no file at all.
-            if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR):
-                return
-            raise EndpointError(
-                endpoint.text,
-                got=f"a socket there that may be in use ({os.strerror(error.errno or 0)})",
-                expected="an address to bind",
-            ) from None
-    raise EndpointError(endpoint.text, got="Address already in use", expected="an address to bind")
+        number = probe.connect_ex(address)
+    # No process listens, or there is no file at all.
+    if number in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTDIR):
+        return
+    got = f"a socket there that may be in use ({os.strerror(number)})"
+    if number in (0, errno.EAGAIN):
+        got = "Address already in use"
+    raise EndpointError(endpoint.text, got=got, expected="an address to bind")
 
 
 class FileSocket(socket.socket):
@@ -214,15 +217,12 @@ class AcceptingThread(ABC):
     It never computes: a client that comes while the loop does must be let in too.
 
     A subclass calls this constructor last, as the thread then starts. `failed`: an exception, which
-    is in the log, has ended the thread, and no client is let in any more. No more than
+    is in the log as `failure`, has ended the thread, and no client is let in any more. No more than
     `max_clients` are let in until one of them has left (`client_closed`).
     """
 
-    # The event that says that the thread has failed.
-    _failure: str
-
-    def __init__(self, listening: socket.socket, *, max_clients: float = inf) -> None:
-        self._listening = listening
+    def __init__(self, listening: socket.socket, failure: str, *, max_clients: float = inf) -> None:
+        self._listening, self._failure = listening, failure
         self._file = listening.fileno()
         self._clients, self._max_clients = 0, max_clients
         # `client_closed` and `pause_accepting` may be called on another thread.
@@ -282,14 +282,13 @@ class AcceptingThread(ABC):
         """Close what the thread has to close when it ends, also where it has failed."""
 
     def _left_s(self) -> float | None:
-        """Return how long no client is let in; None where that is not a matter of time."""
-        if not self._accept_again:  # a pause that begins now wakes this thread up
+        """Return how long to wait for connections: while no client is let in, not for long."""
+        if self.accepting:  # a pause that begins now wakes this thread up
             return None
-        now = time.monotonic()
         with self._lock:
-            if self._accept_again and self._accept_again <= now:
+            if 0 < self._accept_again <= time.monotonic():
                 self._accept_more(self._clients < self._max_clients)
-            return self._accept_again - now if self._accept_again else None
+        return _LOOK_S
 
     def _accept_more(self, accepting: bool) -> None:
         """Change what the thread waits for, whichever thread this is. With the lock."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from gpu_side.encoding import MAX_FRAMES
 from gpu_side.event_log import log
-from gpu_side.transport.listener import AcceptingThread, Incoming
+from gpu_side.transport.listener import AcceptingThread
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import PROBE, PROBES_BYTES
 from protocol.shared_memory import (
@@ -44,36 +44,25 @@ class DeviceMemory:
     """The memory in a file, mapped as long as we listen. Raises EndpointError for another file."""
 
     def __init__(self, path: str) -> None:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                found = os.fstat(file)
-                EndpointError.unless(stat.S_ISREG(found.st_mode), path, "no regular file", "one")
-                EndpointError.unless(
-                    not found.st_mode & stat.S_IWOTH,
-                    path,
-                    "a file that all users may write",
-                    "mode 0660",
-                )
-                EndpointError.unless(
-                    found.st_size >= SMALLEST,
-                    path,
-                    f"{found.st_size} bytes",
-                    f"{SMALLEST} or more",
-                )
+        with EndpointError.for_os(path, "the file of a device's memory"):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "r+b", buffering=0):
+                found = os.fstat(descriptor)
+                for holds, got, expected in (
+                    (stat.S_ISREG(found.st_mode), "no regular file", "one"),
+                    (
+                        not found.st_mode & stat.S_IWOTH,
+                        "a file that all users may write",
+                        "mode 0660",
+                    ),
+                    (found.st_size >= SMALLEST, f"{found.st_size} bytes", f"{SMALLEST} or more"),
+                ):
+                    EndpointError.unless(holds, path, got, expected)
                 size = min(found.st_size, LARGEST)
                 # Room is taken now: where the file system is full, the kernel ends a process that
                 # touches a page that is not there yet.
-                os.posix_fallocate(file, 0, size)
-                self._mapped = mmap.mmap(file, size)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise EndpointError(
-                path,
-                got=os.strerror(error.errno or 0),
-                expected="the file of a device's memory",
-            ) from None
+                os.posix_fallocate(descriptor, 0, size)
+                self._mapped = mmap.mmap(descriptor, size)
 
     def attach(self, connection: socket.socket, *, in_use: bool) -> Lane:
         """Take the segment that a new client has laid out. `in_use`: another client has one.
@@ -152,7 +141,7 @@ class Client:
         self.socket = connection
         self.name = name
         self.lane = lane
-        self._slots = [] if lane is None else [lane.memory(slot) for slot in range(lane.slots)]
+        self.slots = [] if lane is None else [lane.memory(slot) for slot in range(lane.slots)]
         # Requests in slots, and when they were seen (perf_counter_ns); slots that owe a reply.
         self.in_slots: deque[tuple[list[memoryview], int, int]] = deque()
         self._owing: set[int] = set()
@@ -181,16 +170,8 @@ class Client:
     def may_send_more(self) -> bool:
         """Whether to read from it, with what the service has not taken yet."""
         messages = self.reader.messages
-        if self.reader.wants_room or len(messages) >= QUEUED_REQUESTS:
-            return False
-        return sum(len(frame) for frames, _ in messages for frame in frames) < QUEUED_BYTES
-
-    @property
-    def has_gone(self) -> bool:
-        """Whether its connection is closed, also with requests in it that were not read."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLRDHUP)
-        return bool(poll.poll(0))
+        size = sum(len(frame) for frames, _ in messages for frame in frames)
+        return len(messages) < QUEUED_REQUESTS and size < QUEUED_BYTES
 
     def read(self) -> bool:
         """Receive what there is; False when the client has gone."""
@@ -209,13 +190,6 @@ class Client:
         ):
             self.note_start()
         return alive
-
-    def next_in_slot(self) -> Incoming:
-        """Return the first request in its slots."""
-        (header, *tensors), seen_ns, slot = self.in_slots.popleft()
-        # Copied only now: what the service takes it also bounds.
-        frames = [memoryview(bytearray(header)), *tensors]
-        return Incoming((self.name, bytes([slot])), frames, seen_ns, slot=self._slots[slot])
 
     def look_at_slots(self, spin_us: int = 0) -> bool:
         """Take in the requests that are in its slots; False if there are none.
@@ -269,9 +243,8 @@ class Client:
 
     def has_stalled(self, now: float) -> bool:
         """Say whether it goes on with no message (now: time.monotonic), while we would read it."""
-        if not self.stalled_since or now - self.stalled_since < STALLED_S:
-            return False
-        return not self.reader.messages and not self.reader.wants_room
+        long = 0 < self.stalled_since <= now - STALLED_S
+        return long and not (self.reader.messages or self.reader.wants_room)
 
 
 class Acceptor(AcceptingThread):
@@ -287,8 +260,6 @@ class Acceptor(AcceptingThread):
     service, which can let in no client any more, ends. Its clients go on with another.
     """
 
-    _failure = "acceptor_failed"
-
     def __init__(self, listening: socket.socket, *, max_clients: int) -> None:
         # Those that have not said yet what they are, since when (time.monotonic), the first one
         # first; and those that probe, the one that has not for longest first.
@@ -296,7 +267,7 @@ class Acceptor(AcceptingThread):
         self._probes: dict[int, socket.socket] = {}
         self._arrived: deque[socket.socket] = deque()
         self.ready_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        super().__init__(listening, max_clients=max_clients)
+        super().__init__(listening, "acceptor_failed", max_clients=max_clients)
 
     def arrivals(self) -> list[socket.socket]:
         """Return the clients that have come since it was last asked; they are the caller's."""
@@ -343,14 +314,6 @@ class Acceptor(AcceptingThread):
             with suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
             os.eventfd_write(self.ready_fd, 1)
-
-    def _left_s(self) -> float | None:
-        left_s = super()._left_s()
-        if self.accepting or not self._unclassified:
-            return left_s
-        _, since = next(iter(self._unclassified.values()))
-        silent_s = max(0.0, since + SILENT_S - time.monotonic())
-        return silent_s if left_s is None else min(left_s, silent_s)
 
     def _make_room(self) -> None:
         """Drop those that have been silent for too long, if that is what keeps others out."""

@@ -33,7 +33,7 @@ from gpu_side.transport.stream_client import (
     handed_over,
 )
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.endpoint import SPELLINGS, VSOCK_ANY, Endpoint, parse_endpoint
+from protocol.endpoint import SPELLINGS, VSOCK_ANY, parse_endpoint
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.shared_memory import Lane, require_library
 from protocol.stream_wire import BUFFER_BYTES, MemoryPool, patience_s, prepare
@@ -104,14 +104,28 @@ class StreamListener(WaitingListener):
         self._wanting_room: dict[bytes, Client] = {}
         self._look_for_stalled_at = 0.0
         parsed = parse_endpoint(endpoint, for_bind=True)
-        self._shares_memory = parsed.scheme in ("shm", "ivshmem")
-        if self._shares_memory:
-            require_library()
+        EndpointError.unless(parsed.is_stream, endpoint, "no stream", f"a stream of {SPELLINGS}")
         # Those that share memory with us: all or none.
-        self._sharing = self._clients if self._shares_memory else {}
+        self._sharing: dict[bytes, Client] = {}
+        if parsed.scheme in ("shm", "ivshmem"):
+            require_library()
+            self._sharing = self._clients
         self._memory = DeviceMemory(parsed.memory) if parsed.memory else None
-        self._socket, self.endpoint = self._bind(parsed)
-        self._epoll = select.epoll()
+        refuse_live_socket(parsed)
+        address, self.endpoint = parsed.address, endpoint
+        try:
+            if isinstance(address, str):
+                self._socket: socket.socket = FileSocket(address)
+            elif address is not None:
+                vsock = socket.AF_VSOCK
+                self._socket = socket.create_server(address, family=vsock, backlog=BACKLOG)
+                cid, port = self._socket.getsockname()
+                before = f"ivshmem://{parsed.memory}," if parsed.memory else "vsock://"
+                self.endpoint = f"{before}{'any' if cid == VSOCK_ANY else cid}:{port}"
+            self._socket.setblocking(False)
+        except OSError as error:
+            raise cannot_bind(endpoint, error.errno) from None
+        self._epoll = self._waits_with = select.epoll()
         self._acceptor = Acceptor(self._socket, max_clients=MAX_CLIENTS)
         self._epoll.register(self._acceptor.ready_fd, select.EPOLLIN)
 
@@ -128,7 +142,11 @@ class StreamListener(WaitingListener):
         client = self._turns.popleft()
         messages = client.reader.messages
         if client.in_slots:
-            incoming = client.next_in_slot()
+            (header, *tensors), seen_ns, slot = client.in_slots.popleft()
+            # Copied only now: what the service takes it also bounds.
+            frames = [memoryview(bytearray(header)), *tensors]
+            route = client.name, bytes([slot])
+            incoming = Incoming(route, frames, seen_ns, slot=client.slots[slot])
         else:
             incoming = Incoming((client.name,), *messages.popleft())
         if client.in_slots or messages:
@@ -165,23 +183,17 @@ class StreamListener(WaitingListener):
         self._acceptor.stop()
         self._socket.close()
         give_up = time.monotonic() + CLOSING_S
-        for client in list(self._clients.values()):
-            if client.writer.unsent:
-                self._watch_only(client, select.EPOLLOUT)
-            else:
-                self._drop(client)
-        # A client that reads gets its replies, also where another does not.
-        while self._clients and (left_s := give_up - time.monotonic()) > 0:
-            for file, _ in self._epoll.poll(left_s):
-                if (writing := self._by_file.get(file)) is not None:
-                    try:
-                        done = writing.writer.flush()
-                    except OSError:
-                        done = True
-                    if done:
-                        self._drop(writing)
-        for client in list(self._clients.values()):
-            self._drop(client)
+        while self._clients:
+            over = time.monotonic() >= give_up
+            # A client that reads gets its replies, also where another does not.
+            for client in list(self._clients.values()):
+                try:
+                    done = client.writer.flush()
+                except OSError:
+                    done = True
+                if done or over:
+                    self._drop(client)
+            time.sleep(_PAUSE_S)
         # Last: a client that still reads its replies must not take us for dead.
         self._acceptor.close()
         self._epoll.close()
@@ -209,28 +221,6 @@ class StreamListener(WaitingListener):
                     self._watch(client)
                     return
         self._patience_s -= time.monotonic() - began
-
-    # ---------------------------------------------------------------------------- binding
-
-    def _bind(self, endpoint: Endpoint) -> tuple[socket.socket, str]:
-        address = endpoint.address
-        if address is None:
-            raise EndpointError(endpoint.text, got="no stream", expected=f"a stream of {SPELLINGS}")
-        refuse_live_socket(endpoint)
-        try:
-            if isinstance(address, str):
-                listening: socket.socket = FileSocket(address)
-            else:
-                vsock = socket.AF_VSOCK
-                listening = socket.create_server(address, family=vsock, backlog=BACKLOG)
-            listening.setblocking(False)
-        except OSError as error:
-            raise cannot_bind(endpoint.text, error.errno) from None
-        if isinstance(address, str):
-            return listening, endpoint.text
-        cid, port = listening.getsockname()
-        before = f"ivshmem://{endpoint.memory}," if endpoint.memory else "vsock://"
-        return listening, f"{before}{'any' if cid == VSOCK_ANY else cid}:{port}"
 
     # ---------------------------------------------------------------------------- clients
 
@@ -302,9 +292,12 @@ class StreamListener(WaitingListener):
                 self._watch(client)
             if events & ~select.EPOLLOUT:
                 reader, alive = client.reader, True
-                if not (reader.messages or reader.wants_room) or client.may_send_more:
+                if reader.wants_room:
+                    # Its going would be reported again and again as long as it is not read from.
+                    alive = not events & (select.EPOLLHUP | select.EPOLLERR)
+                elif not reader.messages or client.may_send_more:
                     alive = client.read()
-                    if alive and reader.wants_room:
+                    if alive and client.reader.wants_room:
                         self._wanting_room[client.name] = client
                         self._give_room()
                         if client.name in self._clients:
@@ -312,9 +305,6 @@ class StreamListener(WaitingListener):
                     if alive and reader.large is not None:
                         # Perhaps only its head was read, and the rest is probably there.
                         alive = client.read()
-                elif reader.wants_room:
-                    # Its going would be reported again and again as long as it is not read from.
-                    alive = not events & (select.EPOLLHUP | select.EPOLLERR)
                 if not alive:
                     self._drop(client)
         except OSError:
@@ -325,7 +315,7 @@ class StreamListener(WaitingListener):
             self._turns.append(client)
 
     def _refuse(self, client: Client, detail: str, code: ErrorCode) -> None:
-        _log_dropped(client.name, detail, code)
+        log.warning("dropped", peer=client.name.hex(), code=code.value, detail=detail)
         self.clients_refused += 1
         self._drop(client)
 
@@ -382,7 +372,7 @@ class StreamListener(WaitingListener):
         name = next(self._names).to_bytes(8)
         try:
             prepare(connection)
-            lane = self._shared_by(connection) if self._shares_memory else None
+            lane = self._shared_by(connection) if self._sharing is self._clients else None
             client = Client(connection, self._pool, name, self._max_message_bytes, lane)
             self._epoll.register(connection, client.watched)
         except (OSError, MemoryError, ProtocolError) as error:
@@ -390,7 +380,8 @@ class StreamListener(WaitingListener):
             self.clients_refused += 1
             self._acceptor.client_closed()
             if isinstance(error, ProtocolError):
-                _log_dropped(name, str(error), error.code)
+                code = error.code.value
+                log.warning("dropped", peer=name.hex(), code=code, detail=str(error))
             else:
                 self._acceptor.pause_accepting()
             return
@@ -403,8 +394,10 @@ class StreamListener(WaitingListener):
         if self._memory is None:
             return handed_over(connection)
         for other in list(self._sharing.values()):
-            # It is not read from while its requests wait.
-            if other.has_gone:
+            # It is not read from while its requests wait: it may have gone with some in it.
+            poll = select.poll()
+            poll.register(other.socket, select.POLLRDHUP)
+            if poll.poll(0):
                 self._drop(other)
         return self._memory.attach(connection, in_use=bool(self._sharing))
 
@@ -435,7 +428,3 @@ class StreamListener(WaitingListener):
         client.socket.close()
         self._acceptor.client_closed()
         self.on_gone(client.name)
-
-
-def _log_dropped(name: bytes, detail: str, code: ErrorCode) -> None:
-    log.warning("dropped", peer=name.hex(), code=code.value, detail=detail)

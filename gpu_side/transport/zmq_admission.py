@@ -111,7 +111,8 @@ class ZapHandler:
         allowed: frozenset[bytes],
         names: Names,
     ) -> None:
-        self._allowed = allowed
+        # As it stands: for any thread.
+        self.allowed = allowed
         self._names = names
         # Keys of clients that were let in. Noted before the list is looked at: the code that
         # replaces the list finds here every client that the one before let in.
@@ -138,15 +139,11 @@ class ZapHandler:
 
         For any thread.
         """
-        self._allowed = allowed
+        self.allowed = allowed
         # A copy, made in one step that no other thread can come between.
         revoked = set(self._authenticated) - allowed
         self._authenticated -= revoked
         return bool(revoked)
-
-    def is_allowed(self, key: bytes) -> bool:
-        """Say whether a client (`sender_of`) is on the list as it stands. For any thread."""
-        return key in self._allowed
 
     def _serve(self) -> None:
         with (
@@ -161,11 +158,11 @@ class ZapHandler:
             poller.register(self._failures, zmq.POLLIN)
             try:
                 while True:
-                    ready = {found for found, _ in poller.poll()}
-                    if self._requests in ready:
-                        self._requests.send_multipart(self._answer(self._requests.recv_multipart()))
-                    if self._failures in ready:
-                        self._note_failure(self._failures.recv_multipart())
+                    for found, _ in poller.poll():
+                        if found is self._failures:
+                            self._note_failure(found.recv_multipart())
+                        else:
+                            found.send_multipart(self._answer(found.recv_multipart()))
             except zmq.ContextTerminated:
                 raise
             except Exception:
@@ -184,7 +181,7 @@ class ZapHandler:
         try:
             key = self._key_of(request)
             self._authenticated.add(key)
-            if key in self._allowed:
+            if key in self.allowed:
                 self._let_handshake_be_read()
                 name = as_property(self._names.draw())
                 return [version, request_id, b"200", b"OK", key, name]
@@ -206,14 +203,12 @@ class ZapHandler:
 
     def _key_of(self, request: list[bytes]) -> bytes:
         """Return the client's key (Z85). Raises ValueError, which says in a word what is wrong."""
-        if len(request) != 7:
-            raise ValueError("malformed_request")
-        version, _, domain, _, _, mechanism, key = request
-        if version != b"1.0" or domain != DOMAIN or len(key) != _KEY_BYTES:
-            raise ValueError("malformed_request")
-        if mechanism != b"CURVE":
-            raise ValueError("no_key")
-        return bytes(z85.encode(key))
+        match request:
+            case [b"1.0", _, domain, _, _, how, key] if (domain, len(key)) == (DOMAIN, _KEY_BYTES):
+                if how != b"CURVE":
+                    raise ValueError("no_key")
+                return bytes(z85.encode(key))
+        raise ValueError("malformed_request")
 
     def _note_failure(self, event: list[bytes]) -> None:
         found = parse_monitor_message(event)
@@ -272,6 +267,7 @@ class Handshake:
             return passed
         ready = _named(said[begin:end], self._name)
         self.done = True
+        self._said = b""
         return passed + bytes([_LONG]) + len(ready).to_bytes(8) + ready + said[end:]
 
 
@@ -302,7 +298,7 @@ def _require(holds: bool, got: str) -> None:
 class _End:
     """One end of a connection, the client's or ZeroMQ's, and what was not sent to it yet.
 
-    `handshake`: of a client's end, until it is over.
+    `handshake`: of a client's end.
     """
 
     __slots__ = ("handshake", "other", "socket", "unsent", "watched")
@@ -323,8 +319,6 @@ class Doorway(AcceptingThread):
     where the endpoint cannot be bound.
     """
 
-    _failure = "doorway_failed"
-
     def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
         self._inner = "\0" + inner.partition("@")[2]
         self._names = names
@@ -342,7 +336,7 @@ class Doorway(AcceptingThread):
         self._ends: dict[int, _End] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._ends_at: float | None = None
-        super().__init__(listening)
+        super().__init__(listening, "doorway_failed")
 
     def close(self) -> None:
         """Pass on what ZeroMQ has still sent, for half a second, and end. After `stop`."""
@@ -418,10 +412,8 @@ class Doorway(AcceptingThread):
             self._close(end)
             return
         data = self._buffer[:size]
-        if end.handshake is not None:
+        if end.handshake is not None and not end.handshake.done:
             data = memoryview(end.handshake.take(data))
-            if end.handshake.done:
-                end.handshake = None
         self._send(end.other, data)
 
     def _send(self, end: _End, data: memoryview) -> None:

@@ -61,15 +61,13 @@ class Unread:
 
     def __init__(self) -> None:
         self._held: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
-        # With so many clients `collect` looks which of them have gone.
-        self._look_at = _LOOK_AT_CLIENTS
 
     def add(self, client: bytes, frames: Sequence[tuple[zmq.MessageTracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
-        if client not in self._held and len(self._held) >= self._look_at:
+        # Whenever they are so many more: a look takes as long as there are clients.
+        if client not in self._held and len(self._held) % _LOOK_AT_CLIENTS == _LOOK_AT_CLIENTS - 1:
             for name in list(self._held):
                 self.bytes_of(name)
-            self._look_at = 2 * len(self._held) + _LOOK_AT_CLIENTS
         self._held.setdefault(client, deque()).extend(frames)
 
     def bytes_of(self, client: bytes) -> int:
@@ -138,15 +136,14 @@ class ZmqListener(WaitingListener):
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)
                 self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
                 self._socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-                try:
+                with SettingsError.instead_of(
+                    zmq.ZMQError,
+                    "keys",
+                    got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
+                    expected="one that has it (4.3 or later): without it strangers may get in",
+                ):
                     # Without it a client that comes while no handler is there is let in.
                     self._socket.setsockopt(ZAP_ENFORCE_DOMAIN, 1)
-                except zmq.ZMQError:
-                    raise SettingsError(
-                        "keys",
-                        got=f"libzmq {zmq.zmq_version()} without ZMQ_ZAP_ENFORCE_DOMAIN",
-                        expected="one that has it (4.3 or later): without it strangers may get in",
-                    ) from None
                 self._admitting = self._zap_handler = ZapHandler(
                     self._context, self._socket, keys.allowed, self._names
                 )
@@ -172,7 +169,7 @@ class ZmqListener(WaitingListener):
 
     def is_allowed(self, key: bytes) -> bool:
         """See `Listener.is_allowed`."""
-        return self._zap_handler is None or self._zap_handler.is_allowed(key)
+        return self._zap_handler is None or key in self._zap_handler.allowed
 
     @property
     def clients_refused(self) -> int:
@@ -218,7 +215,7 @@ class ZmqListener(WaitingListener):
         key = b""
         if self._zap_handler is not None:
             key = sender_of(last)
-            if not self._zap_handler.is_allowed(key):
+            if key not in self._zap_handler.allowed:
                 return False
         has_delimiter = len(parts) > 1 and parts[1].nbytes == 0
         route, split = ((name, b""), 2) if has_delimiter else ((name,), 1)

@@ -17,6 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,13 @@ PORTABLE = "portable"
 # 8 bits, and so is the output.
 ATTENTION_BOUND = 2**-6
 
-# Elements of which every digit is the lowest, or the highest, by their number of digits.
-_LOWEST_DIGITS = (-128, -32896, -8421504, 0x7F7F7F80)
-_HIGHEST_DIGITS = (127, 32639, 8355711, 0x7F7F7F7F)
+# Elements of which every digit is the lowest, and the highest, behind their number of digits.
+_EXTREMES = (
+    (1, -128, 127),
+    (2, -32896, 32639),
+    (3, -8421504, 8355711),
+    (4, 0x7F7F7F80, 0x7F7F7F7F),
+)
 _RING = 2**31
 
 # What a kernel gave, and how far another variant may be from it.
@@ -147,7 +152,8 @@ class _Pool(int):
     Whatever becomes of the thread's attribute, it lives as long as the call that it was passed to.
     """
 
-    process: int
+    def __init__(self, _address: int) -> None:
+        self.process = os.getpid()
 
     def __del__(self) -> None:
         # In a forked child none of its threads runs, and to wait for them would never end. At the
@@ -159,12 +165,9 @@ class _Pool(int):
 class _Own(threading.local):
     """What a thread has to itself: `pool`, made when it is first asked for."""
 
-    def __getattr__(self, name: str) -> _Pool:
-        if name != "pool":
-            raise AttributeError(name)
-        self.pool = _Pool(library.pool_new(_threads, SPIN_US))
-        self.pool.process = os.getpid()
-        return self.pool
+    @functools.cached_property
+    def pool(self) -> _Pool:
+        return _Pool(library.pool_new(_threads, SPIN_US))
 
 
 def set_up(kernels: str | None, threads: int | None) -> None:
@@ -270,20 +273,19 @@ class _Trial:
     def _products(self) -> Iterator[Result]:
         outs, features = 83, 201
         random = self._integers(128, outs, features, dtype=torch.int8)
-        for rows in (1, 3, 9, 33):  # few; many; and many where there are tiles for them
-            for digits, (low, high) in enumerate(
-                zip(_LOWEST_DIGITS, _HIGHEST_DIGITS, strict=True), start=1
-            ):
-                size = (rows, features)
-                for q in (
-                    self._integers(min(high, _RING), *size),
-                    torch.full(size, low, dtype=torch.int32),
-                    torch.full(size, high, dtype=torch.int32),
-                ):
-                    for weight in (random, torch.full_like(random, -128)):
-                        y = torch.empty(rows, outs, dtype=torch.int32)
-                        shape = (*size, digits, weight, features, outs)
-                        yield self._written("product", q, *shape, to=y)
+        weights = (random, torch.full_like(random, -128))
+        # Few; many; and many where there are tiles for them.
+        for rows, (digits, low, high) in product((1, 3, 9, 33), _EXTREMES):
+            size = (rows, features)
+            elements = (
+                self._integers(min(high, _RING), *size),
+                torch.full(size, low, dtype=torch.int32),
+                torch.full(size, high, dtype=torch.int32),
+            )
+            for q, weight in product(elements, weights):
+                y = torch.empty(rows, outs, dtype=torch.int32)
+                shape = (*size, digits, weight, features, outs)
+                yield self._written("product", q, *shape, to=y)
 
     def _floats(self, number: int, dtype: torch.dtype) -> Iterator[Result]:
         rows, features, outs = size = (5, 150, 70)

@@ -212,7 +212,7 @@ def test_the_room_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert path.stat().st_blocks * 512 >= SIZE
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "no room")))
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, os.strerror(28))))
         with pytest.raises(EndpointError, match="got No space left on device"):
             DeviceMemory(str(path))
 

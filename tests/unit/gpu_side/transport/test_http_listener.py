@@ -396,10 +396,10 @@ def test_https_needs_a_certificate(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_fails_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(_: HttpListener) -> None:
+    async def fail(_: Any, **_more: Any) -> None:
         raise OSError("injected")
 
-    monkeypatch.setattr(HttpListener, "_serve", fail)
+    monkeypatch.setattr("uvicorn.Server.serve", fail)
     with _listening() as (listener, _):
         with pytest.raises(EndpointError, match="no thread that lets clients in"):
             listener.wait(timeout_ms=LONG_MS)
