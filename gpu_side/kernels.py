@@ -19,10 +19,9 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
-from gpu_side.served_model import OPERATOR_OF
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
+from gpu_side.tasks import Computed, LinearWork, MatmulWork, Task
 from gpu_side.transport.listener import Incoming
-from gpu_side.weights import ServiceWeights
+from gpu_side.weights import OPERATOR_OF, ServiceWeights
 from protocol.integer import exact_product
 from protocol.messages import (
     EmbeddingRequest,
@@ -366,8 +365,9 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = profile.linear_us(rows, in_features, out_features, itemsize, integer)
         case MatmulWork(batch, m, k, n):
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
-        case EmbeddingWork(tokens, hidden_size):
-            kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
+        case None:
+            *leading, hidden_size = task.shape
+            kernels_us = profile.embedding_us(math.prod(leading), hidden_size, itemsize)
         case works:
             sizes = ((work.rows, work.in_features, work.out_features) for work in works)
             kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)

@@ -164,7 +164,7 @@ class RequestLoop:
                 continue
             elif (incoming := listener.receive()) is not None:
                 # Nothing waits: it need not either.
-                queue.note_served(incoming)
+                queue.served = incoming.client
                 self._answer(listener, incoming)
             if underway:
                 self._send_what_ended(listener)

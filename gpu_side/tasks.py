@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_side.served_model import OPERATOR_OF, ServedModel
+from gpu_side.weights import OPERATOR_OF, ServedModel
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     FUSED_MODULES,
@@ -66,25 +66,17 @@ class MatmulWork:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingWork:
-    """Rows of the embedding."""
-
-    tokens: int
-    hidden_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """What a checked request asks for.
 
     `shape` and `dtype` are those of the output; `input_bytes` is the size of all input tensors.
     `work`: of a Segment the products of its layers, beside which there is attention, and perhaps
-    that of the LM head.
+    that of the LM head; None: the output is rows of the embedding.
     """
 
     shape: Shape
     dtype: str
-    work: LinearWork | MatmulWork | EmbeddingWork | tuple[LinearWork, ...]
+    work: LinearWork | MatmulWork | tuple[LinearWork, ...] | None
     input_bytes: int
 
     @property
@@ -188,8 +180,7 @@ class RequestChecker:
         )
         tokens, hidden_size = math.prod(shape), self._held.config.hidden_size
         self._bound("Embedding.input_ids", tokens * hidden_size * ITEMSIZE[dtype])
-        work = EmbeddingWork(tokens, hidden_size)
-        return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
+        return Task((*shape, hidden_size), dtype, None, tokens * ITEMSIZE["int64"])
 
     def _segment(self, request: SegmentRequest) -> Task:
         """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_kernels`)."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_side.event_log import log
-from gpu_side.served_model import OPERATOR_OF
+from gpu_side.weights import OPERATOR_OF
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.model.config import ModelConfig
