@@ -33,7 +33,7 @@ import torch
 from gpu_side.cuda.products import device_kernels
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.kernels import Kernel, NullKernels, Prepare, Result, there
-from gpu_side.segment_kernels import SegmentKernels, TorchSegments, null_segments
+from gpu_side.segment_kernels import PrepareSegment, null_segments, torch_segments
 from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
 from gpu_side.tasks import RequestChecker
 from gpu_side.transport.listener import Incoming
@@ -264,18 +264,14 @@ class ServiceState:
         self.sessions: Callable[[], SessionTotals] = SessionTotals
         # Given to an accelerator and not done.
         self.underway = 0
-        self._started = time.monotonic()
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started
+        # By a clock that does not go back.
+        self.started = time.monotonic()
 
     def health(self) -> HealthReply:
         """Return the reply to Health."""
         return HealthReply(
             status="draining" if self.status == "draining" else "ready",
-            uptime_s=self.uptime_s,
+            uptime_s=time.monotonic() - self.started,
             queued_requests=self.queue.requests,
             queued_bytes=self.queue.bytes,
         )
@@ -297,7 +293,7 @@ class Served:
 
     model: ServedModel
     prepare: Prepare
-    segments: Callable[[SessionStore], SegmentKernels] | None = None
+    segments: Callable[[SessionStore], PrepareSegment] | None = None
     device: torch.device | None = None
 
 
@@ -332,7 +328,7 @@ class RequestHandler:
             else Served(
                 weights,
                 device_kernels(weights, spin_us).prepare,
-                partial(TorchSegments, weights, spin_us=spin_us),
+                partial(torch_segments, weights, spin_us=spin_us),
                 weights.device,
             )
         )
@@ -387,7 +383,7 @@ class RequestHandler:
         # Nothing is allocated for what the check refuses.
         task = self._checker.check(request)
         if isinstance(request, SegmentRequest):
-            return there(self._segments).prepare(request, task)
+            return there(self._segments)(request, task)
         if isinstance(request, SeededRingLinearRequest):
             of_elements = self._prepare(request.standing_for(), task)
 

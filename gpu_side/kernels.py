@@ -294,7 +294,8 @@ class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
     An accelerator works on one request after the other, and meanwhile on nothing of ours: the
-    service reads and writes. `dtype`: of the weights that it would hold.
+    service reads and writes. `profile`: the accelerator's, None: there is none. `dtype`: of the
+    weights that it would hold.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class NullKernels:
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self._profile = device.profile
+        self.profile = device.profile
         self.dtype = dtype
         self._clock = clock
         # When the accelerator will have done all that it was given.
@@ -327,25 +328,13 @@ class NullKernels:
 
     def request_us(self, task: Task) -> float:
         """Return how long the accelerator takes for it, 0 without one."""
-        return (
-            0.0 if self._profile is None else request_us(self._profile, task, self.dtype.itemsize)
-        )
-
-    def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
-        """Return how long the attention of one layer and sequence takes, 0 without a profile.
-
-        Two products for each of `heads`, of so many rows by so many keys, which take as long.
-        """
-        if (profile := self._profile) is None:
-            return 0.0
-        return 2 * profile.matmul_us(heads, rows, head_dim, context, self.dtype.itemsize)
+        return 0.0 if self.profile is None else request_us(self.profile, task, self.dtype.itemsize)
 
     def works_for(self, duration_us: float) -> Working | None:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""
-        if self._profile is None:
+        if self.profile is None:
             return None
-        end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
-        self._free_ns = end_ns
+        self._free_ns = end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
 
         def ends_ns() -> int:
             return end_ns

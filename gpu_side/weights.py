@@ -63,6 +63,8 @@ from protocol.validation import Strict, validate_file
 BOTH: tuple[Arithmetic, ...] = ("float", "int8")
 # A transformed directory has the head under this name, tied or not.
 TRANSFORMED_HEAD = "lm_head.weight"
+# The tensor that says in which order RoPE's pairs stand, of a layer.
+_ORDER = "model.layers.{}.self_attn.rope_order"
 # Norms of every architecture, before attention and before the MLP.
 _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -196,11 +198,6 @@ class ServedModel:
         return self.has_segments and held and last
 
 
-def order_name(layer: int) -> str:
-    """Return the name of the tensor that says in which order RoPE's pairs stand."""
-    return f"model.layers.{layer}.self_attn.rope_order"
-
-
 def read_served_model(
     directory: Path,
     arithmetic: Sequence[Arithmetic] = BOTH,
@@ -246,7 +243,7 @@ def read_served_model(
                 names = norm_names(config, layer)
                 # Those of queries and keys may have one of two shapes.
                 checkpoint.require({names[name]: (D,) for name in _LAYER_NORMS})
-                orders.append(order_name(layer))
+                orders.append(_ORDER.format(layer))
             head = {FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)}
             checkpoint.require(head if provision.holds == "model" else {})
     checkpoint.refuse_extra(config, orders)
@@ -475,7 +472,7 @@ def _read_segment(
     for layer in held.held_layers:
         names = norm_names(config, layer).items()
         norms[layer] = LayerNorms(**{short: norm(short, name) for short, name in names})
-        order = order_name(layer)
+        order = _ORDER.format(layer)
         if transformed and checkpoint.holds([order]):
             order_Kc = _read_either(checkpoint, order, ((K, C // 2),))
             usual_Kc = torch.arange(C // 2).to(order_Kc.dtype).expand(K, -1)

@@ -80,17 +80,15 @@ class CudaDevice:
         """Return memory of the device's own."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def reaches(self, tensor: torch.Tensor) -> bool:
-        """Say whether the device reads and writes this host memory by itself."""
-        return tensor.is_pinned()
+    # Says whether the device reads and writes this host memory by itself.
+    reaches = staticmethod(torch.Tensor.is_pinned)
 
     def is_idle(self) -> bool:
         """Say whether it has done all that it was given. Raises RuntimeError where it failed."""
         return torch.cuda.current_stream(self._device).query()
 
-    def event(self) -> torch.cuda.Event:
-        """Return a new event."""
-        return torch.cuda.Event()
+    # Makes a new event.
+    event = torch.cuda.Event
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Make a graph of what `work` gives the device, which is not done now; None: it cannot be.
@@ -201,13 +199,11 @@ def check_ring(device: torch.device) -> None:
     Triton is not there, cannot compile, or gives a wrong number.
     """
     where = f"int8 products on {device}"
-    try:
+    with KernelError.instead_of(
+        ImportError, where, "no Triton", "it installed: torch for CUDA brings it"
+    ):
         # Not imported, and need not be installed, where nothing is computed on a GPU.
         from gpu_side.cuda.ring import every_tile
-    except ImportError:
-        raise KernelError(
-            where, got="no Triton", expected="it installed: torch for CUDA brings it"
-        ) from None
     try:
         check_kernels(device, every_tile)
     except KernelError:

@@ -158,10 +158,15 @@ class Group:
         what is needed.
         """
         (rank, ranks), on_cpu = place, device.type == "cpu"
-        gloo = dist.is_available() and dist.is_gloo_available()
-        SettingsError.unless(gloo, OPTION, "a torch without gloo", "one with it")
-        nccl = on_cpu or dist.is_nccl_available()
-        SettingsError.unless(nccl, OPTION, "a torch without NCCL", "one with it")
+        SettingsError.unless(
+            dist.is_available() and dist.is_gloo_available(),
+            OPTION,
+            "a torch without gloo",
+            "one with it",
+        )
+        SettingsError.unless(
+            on_cpu or dist.is_nccl_available(), OPTION, "a torch without NCCL", "one with it"
+        )
         # One for each device; NCCL has its connections at once, and fails here if it cannot.
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
         # They would listen at the address that the host's name has.
@@ -219,12 +224,12 @@ class Group:
 
     def send_result(self, result: torch.Tensor, to: int) -> None:
         """Send a tensor whose shape and dtype the other end knows."""
-        dist.send(_flat(result.contiguous()), to)
+        dist.send(result.contiguous().view(-1).view(torch.uint8), to)
 
     def begin_results(self, buffers: list[torch.Tensor]) -> Works:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
-            there(dist.irecv(_flat(buffer), rank))
+            there(dist.irecv(buffer.view(-1).view(torch.uint8), rank))
             for rank, buffer in zip(self.others, buffers, strict=True)
         ]
 
@@ -238,10 +243,6 @@ def bytes_tensor(data: Buffer) -> torch.Tensor:
     """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
     writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
     return torch.frombuffer(data if writable else bytearray(data), dtype=torch.uint8)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 _HEAD = 0
