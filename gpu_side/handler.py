@@ -368,8 +368,7 @@ class RequestHandler:
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
         self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(served.device))
-        segments = served.segments if self._model.has_segments else None
-        self._segments = None if segments is None else segments(self.sessions)
+        self._segments = there(served.segments)(self.sessions) if self._model.has_segments else None
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.

@@ -193,8 +193,11 @@ class TorchKernels:
         # Whether one row is better multiplied as two of the same. On processors with AVX512-BF16,
         # oneDNN reads a bfloat16 matrix a tenth faster for two rows than for one, with the same
         # numbers. For float32 and float16 two rows take twice as long as one.
-        on_cpu = weights.device.type == "cpu" and weights.dtype is torch.bfloat16
-        self._twice = on_cpu and multiplies_bfloat16()
+        self._twice = (
+            weights.device.type == "cpu"
+            and weights.dtype is torch.bfloat16
+            and multiplies_bfloat16()
+        )
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Prepare`."""
@@ -224,7 +227,8 @@ class TorchKernels:
                     )[0].view(shape)
                 return lambda request: linear(floats(request.hidden_states), matrix, bias)
             case RingLinearRequest() | RingLMHeadRequest():
-                product, in_features = self._ring_product(request), request.elements.shape[-1]
+                product = self._ring_product(weight_of(self._weights, request)[0])
+                in_features = request.elements.shape[-1]
 
                 def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
                     elements = to_device(to_torch(request.elements), torch.int32)
@@ -238,11 +242,8 @@ class TorchKernels:
                     to_device(to_torch(request.input_ids), torch.int64)
                 )
 
-    def _ring_product(
-        self, request: RingLinearRequest | RingLMHeadRequest
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what multiplies int32 rows [T, K] on the device by the weight, mod 2^32."""
-        weight, _ = weight_of(self._weights, request)
+    def _ring_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what multiplies int32 rows [T, K] on the device by int8 [N, K], mod 2^32."""
         return partial(exact_product, weight=weight)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:

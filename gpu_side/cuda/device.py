@@ -87,8 +87,9 @@ class CudaDevice:
         """Say whether it has done all that it was given. Raises RuntimeError where it failed."""
         return torch.cuda.current_stream(self._device).query()
 
-    # Makes a new event.
-    event = torch.cuda.Event
+    def event(self) -> torch.cuda.Event:
+        """Return a new event."""
+        return torch.cuda.Event()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Make a graph of what `work` gives the device, which is not done now; None: it cannot be.

@@ -48,8 +48,6 @@ from protocol.errors import KernelError
 from protocol.messages import (
     FUSED_MODULES,
     Projection,
-    RingLinearRequest,
-    RingLMHeadRequest,
     tensor_reply,
 )
 from protocol.shared_memory import Lane, SlotMemory, adopt, create
@@ -355,11 +353,9 @@ class CudaKernels(TorchKernels):
 
         return kernel
 
-    def _ring_product(
-        self, request: RingLinearRequest | RingLMHeadRequest
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _ring_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `TorchKernels._ring_product`; without graphs."""
-        return self._ring(weight_of(self._weights, request)[0]).multiply
+        return self._ring(weight).multiply
 
     def _ring(self, weight: torch.Tensor) -> Product:
         """Return the product by int8 [N, K] in the ring; rows and result are int32."""

@@ -257,8 +257,13 @@ def attested_service(
         found = attester.attest(report_data(claims))
         if with_gpus:
             found = found.model_copy(update={"gpus": ask_gpus(gpu_nonce(claims))})
-        said = {"kind": found.kind, "gpus": len(found.gpus), "model": weights}
-        log.info("evidence", extra={"fields": {**said, "settings": digest.hex()}})
+        fields = {
+            "kind": found.kind,
+            "gpus": len(found.gpus),
+            "model": weights,
+            "settings": digest.hex(),
+        }
+        log.info("evidence", extra={"fields": fields})
         return Statement(claims=claims, evidence=found.encode()).encode()
 
     attester.attest(report_data(b""))
@@ -302,9 +307,8 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
         return None if mebibytes is None else mebibytes * MIB
 
     configure(settings.log_level)
-    source = context.get_parameter_source("bind")
     SettingsError.unless(
-        settings.http is None or source is ParameterSource.DEFAULT,
+        settings.http is None or context.get_parameter_source("bind") is ParameterSource.DEFAULT,
         "--http",
         f"--bind {settings.bind} as well",
         "one of them",
