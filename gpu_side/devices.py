@@ -170,12 +170,8 @@ def find_profile(name: str) -> DeviceProfile:
         _KNOWN,
     )
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
-    except OSError as error:
-        raise SettingsError(
-            str(path), got=error.strerror or "an unreadable file", expected=_KNOWN
-        ) from None
+        with SettingsError.for_os(str(path), _KNOWN):
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         # Malformed TOML, text that is not UTF-8, an integer of thousands of digits, deep nesting.
         raise SettingsError(

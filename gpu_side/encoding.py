@@ -12,9 +12,8 @@ is looked up by its bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from functools import lru_cache
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -177,20 +176,8 @@ MAX_FRAMES = 64
 MAX_KNOWN_HEADERS = 4096
 
 
-class Form(Enum):
-    """Which of the two encodings a message came in; the reply goes out in the same."""
-
-    FRAMED = "framed"
-    INLINE = "inline"
-
-
-class EnvelopeError(ProtocolError):
-    """A request whose envelope is wrong, but which says enough to be answered in its own form."""
-
-    def __init__(self, error: ProtocolError, form: Form, request_id: int) -> None:
-        super().__init__(error.where, got=error.got, expected=error.expected, code=error.code)
-        self.form = form
-        self.request_id = request_id
+# Which of the two encodings a message came in; the reply goes out in the same.
+Form: TypeAlias = Literal["framed", "inline"]
 
 
 class _RequestHeader(Strict):
@@ -220,7 +207,9 @@ class KnownRequest(NamedTuple, Generic[K]):
 class OpenedRequest(NamedTuple):
     """A request's envelope; `timeout_ms` is None in the inline form, which has no deadline.
 
-    `known`: what the header was found to say when it came before, None the first time.
+    `known`: what the header was found to say when it came before, None the first time. `error`:
+    what is wrong with the envelope, of which there is then what a reply needs, as far as it can be
+    read.
     """
 
     form: Form
@@ -230,6 +219,7 @@ class OpenedRequest(NamedTuple):
     body: Mapping[str, Any]
     frames: Sequence[Buffer]
     known: KnownRequest[Any] | None = None
+    error: ProtocolError | None = None
 
 
 class RequestReader(Generic[K]):
@@ -246,13 +236,13 @@ class RequestReader(Generic[K]):
         self.known: dict[bytes, KnownRequest[K]] = {}
 
     def open(self, frames: Sequence[Buffer]) -> OpenedRequest:
-        """Read a request's envelope. Raises as `open_request` does."""
+        """Read a request's envelope; a wrong one is not raised but returned, with its error."""
         if 1 < len(frames) <= MAX_REQUEST_FRAMES and (split := REQUEST.split(frames[0])):
             (request_id, timeout_ms), template = split
             known = self.known.get(template)
             if known and 0 < request_id < 2**63 and 0 < timeout_ms <= MAX_TIMEOUT_MS:
                 return OpenedRequest(
-                    Form.FRAMED, request_id, timeout_ms, known.method, known.body, frames, known
+                    "framed", request_id, timeout_ms, known.method, known.body, frames, known
                 )
         return open_request(frames, self._max_bytes)
 
@@ -270,7 +260,7 @@ class RequestReader(Generic[K]):
                 return known.validate(fields), known.kernel
         request = read_request(opened)
         kernel = self._prepare(request)
-        if opened.form is Form.FRAMED and (split := REQUEST.split(frames[0])):
+        if opened.form == "framed" and (split := REQUEST.split(frames[0])):
             # Of those with tensors alone: others are not repeated.
             tensors = []
             fields = {name: getattr(request, name) for name in opened.body}
@@ -290,35 +280,32 @@ class RequestReader(Generic[K]):
 
 
 def open_request(frames: Sequence[Buffer], max_bytes: int) -> OpenedRequest:
-    """Read a request's envelope.
-
-    Raises EnvelopeError, or another ProtocolError for what is no message at all.
-    """
-    ProtocolError.unless(
-        1 <= len(frames) <= MAX_REQUEST_FRAMES,
-        "request",
-        f"{len(frames)} frames",
-        f"1 to {MAX_REQUEST_FRAMES}",
-        code=ErrorCode.MALFORMED_MESSAGE,
-    )
-    limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
-    envelope = unpack(
-        frames[0], where="request", max_bytes=limit, max_containers=_MAX_REQUEST_CONTAINERS
-    )
-    framed = "version" in envelope
+    """Read a request's envelope; a wrong one is not raised but returned, with its error."""
+    envelope: dict[str, Any] = {}
     try:
-        return (_open_framed if framed else _open_inline)(envelope, frames)
+        ProtocolError.unless(
+            1 <= len(frames) <= MAX_REQUEST_FRAMES,
+            "request",
+            f"{len(frames)} frames",
+            f"1 to {MAX_REQUEST_FRAMES}",
+            code=ErrorCode.MALFORMED_MESSAGE,
+        )
+        limit = max_bytes if len(frames) == 1 else MAX_HEADER_BYTES
+        envelope = unpack(
+            frames[0], where="request", max_bytes=limit, max_containers=_MAX_REQUEST_CONTAINERS
+        )
+        return (_open_framed if "version" in envelope else _open_inline)(envelope, frames)
     except ProtocolError as error:
-        given = envelope.get("request_id")
+        opened, given = unread(frames), envelope.get("request_id")
         request_id = given if type(given) is int and 0 < given < 2**63 else 0
-        form = Form.FRAMED if framed else unread(frames).form
-        raise EnvelopeError(error, form, request_id) from None
+        form: Form = "framed" if "version" in envelope else opened.form
+        return opened._replace(form=form, request_id=request_id, error=error)
 
 
 def unread(frames: Sequence[Buffer]) -> OpenedRequest:
     """Return what is known of a request whose envelope cannot be read, and how to answer it."""
     # Several frames are ours alone.
-    form = Form.FRAMED if len(frames) > 1 else Form.INLINE
+    form: Form = "framed" if len(frames) > 1 else "inline"
     return OpenedRequest(form, 0, None, "", {}, frames)
 
 
@@ -332,7 +319,7 @@ def _open_framed(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRe
     )
     header = validate(_RequestHeader, envelope, "request")
     return OpenedRequest(
-        Form.FRAMED,
+        "framed",
         header.request_id,
         header.timeout_ms,
         header.method,
@@ -355,11 +342,15 @@ def _open_inline(envelope: dict[str, Any], frames: Sequence[Buffer]) -> OpenedRe
             expected="one frame with method (str) and request (map), or a framed request",
             code=ErrorCode.MALFORMED_MESSAGE,
         )
-    return OpenedRequest(Form.INLINE, 0, None, method, body, frames)
+    return OpenedRequest("inline", 0, None, method, body, frames)
 
 
 def read_request(opened: OpenedRequest) -> Request:
-    """Decode and check the message in an opened envelope. Raises ProtocolError."""
+    """Decode and check the message in an opened envelope. Raises ProtocolError, also for that."""
+    if (error := opened.error) is not None:
+        # Another one: this one would refer to its own caller's frame, which refers to it, and keep
+        # the message until the garbage is collected.
+        raise ProtocolError(error.where, got=error.got, expected=error.expected, code=error.code)
     cls = REQUEST_TYPES.get(opened.method)
     if cls is None:
         raise ProtocolError(
@@ -368,7 +359,7 @@ def read_request(opened: OpenedRequest) -> Request:
             expected=f"one of {', '.join(REQUEST_TYPES)}",
             code=ErrorCode.UNKNOWN_METHOD,
         )
-    if opened.form is Form.FRAMED:
+    if opened.form == "framed":
         return read_framed(cls, opened.body, opened.frames, opened.method)
     return read_inline(cls, opened.body, opened.method)
 
@@ -381,7 +372,7 @@ def encode_reply(
     timing: Timing | None = None,
 ) -> list[Buffer]:
     """Encode a good reply, or an error reply that carries nothing but the code."""
-    if form is Form.INLINE:
+    if form == "inline":
         if isinstance(result, ErrorCode):
             return [pack({"status": "error", "error": result.value})]
         return [pack({"status": "success", "response": to_inline(result)})]

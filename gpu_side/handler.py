@@ -33,14 +33,13 @@ import torch
 from gpu_side.cuda.products import device_kernels
 from gpu_side.defaults import ALL_CLIENTS, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
 from gpu_side.kernels import Kernel, NullKernels, Prepare, Result, there
-from gpu_side.segment_kernels import SegmentKernels, TorchSegments, null_segments
-from gpu_side.served_model import ServedModel
+from gpu_side.segment_kernels import PrepareSegment, null_segments, torch_segments
 from gpu_side.sessions import SessionSettings, SessionStore, SessionTotals, free_bytes
 from gpu_side.tasks import RequestChecker
 from gpu_side.transport.listener import Incoming
-from gpu_side.weights import ServiceWeights
+from gpu_side.weights import ServedModel, ServiceWeights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
-from protocol.errors import ErrorCode, EvidenceError, ProtocolError
+from protocol.errors import ErrorCode, EvidenceError, ProtocolError, SettingsError
 from protocol.messages import (
     REQUEST_TYPES,
     EmbeddingRequest,
@@ -59,7 +58,7 @@ from protocol.model.forward import rope_frequencies
 from protocol.tensors import from_torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class QueueLimits:
     """How much may wait: of one client, and (`total_`) of all together."""
 
@@ -67,6 +66,24 @@ class QueueLimits:
     bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     total_requests: int = QUEUED_TOTAL_REQUESTS
     total_bytes: int = ALL_CLIENTS * DEFAULT_MAX_MESSAGE_BYTES
+
+    def check(self, max_message_bytes: int) -> None:
+        """Raise SettingsError for such as can never be reached, or passed."""
+        sizes = (self.bytes, self.total_bytes, max_message_bytes)
+        one, together, message = (size / 2**20 for size in sizes)
+        for option, value, least, why in (
+            ("--max-queued-mib", one, message, "--max-message-mib"),
+            ("--max-queued-total-mib", together, one, "--max-queued-mib"),
+            (
+                "--max-queued-total-requests",
+                self.total_requests,
+                self.requests,
+                "--max-queued-requests",
+            ),
+        ):
+            SettingsError.unless(
+                value >= least, option, f"{value:.9g}", f"at least {least:.9g}, which is {why}"
+            )
 
 
 # A message that does not wait; which field of the limits it hit; what the message needs of it
@@ -78,7 +95,6 @@ Rejected: TypeAlias = tuple[Incoming, str, int, int]
 class _OfClient:
     """What waits of one client."""
 
-    name: bytes
     messages: deque[tuple[Incoming, int]] = field(default_factory=deque)
     size: int = 0
 
@@ -93,7 +109,8 @@ class FairQueue:
         self.bytes = 0
         # Those with something waiting, in the order of their turns.
         self._turns: OrderedDict[bytes, _OfClient] = OrderedDict()
-        self._served = b""
+        # Who had the last turn, perhaps without waiting.
+        self.served = b""
 
     def put(self, incoming: Incoming) -> Sequence[Rejected]:
         """Let a message wait; return what does not: this one, or others in its place."""
@@ -114,7 +131,7 @@ class FairQueue:
                 return ((incoming, "total_bytes", size, limits.total_bytes - self.bytes),)
             refused = [self._take_newest(*victim) for victim in victims]
         if client is None:
-            client = self._turns[name] = _OfClient(name)
+            client = self._turns[name] = _OfClient()
         client.messages.append((incoming, size))
         self._count(client, 1, size)
         return refused
@@ -122,13 +139,13 @@ class FairQueue:
     def take(self) -> Incoming:
         """Return the message whose turn it is. Raises KeyError where nothing waits."""
         turns = self._turns
-        if next(iter(turns), None) == self._served and len(turns) > 1:
-            turns.move_to_end(self._served)
-        self._served, client = turns.popitem(last=False)
+        if next(iter(turns), None) == self.served and len(turns) > 1:
+            turns.move_to_end(self.served)
+        self.served, client = turns.popitem(last=False)
         incoming, size = client.messages.popleft()
         self._count(client, -1, -size)
         if client.messages:
-            turns[client.name] = client
+            turns[incoming.client] = client
         return incoming
 
     def _count(self, client: _OfClient, requests: int, size: int) -> None:
@@ -136,10 +153,6 @@ class FairQueue:
         client.size += size
         self.requests += requests
         self.bytes += size
-
-    def note_served(self, incoming: Incoming) -> None:
-        """Note that a message's client had its turn without waiting."""
-        self._served = incoming.key or incoming.route[0]
 
     def _choose_victims(
         self, count: int, held: int, size: int
@@ -186,7 +199,7 @@ class FairQueue:
         incoming, freed = client.messages.pop()
         self._count(client, -1, -freed)
         if not client.messages:
-            del self._turns[client.name]
+            del self._turns[incoming.client]
         return (incoming, limit, freed if limit == "total_bytes" else 1, 0)
 
 
@@ -251,18 +264,14 @@ class ServiceState:
         self.sessions: Callable[[], SessionTotals] = SessionTotals
         # Given to an accelerator and not done.
         self.underway = 0
-        self._started = time.monotonic()
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started
+        # By a clock that does not go back.
+        self.started = time.monotonic()
 
     def health(self) -> HealthReply:
         """Return the reply to Health."""
         return HealthReply(
             status="draining" if self.status == "draining" else "ready",
-            uptime_s=self.uptime_s,
+            uptime_s=time.monotonic() - self.started,
             queued_requests=self.queue.requests,
             queued_bytes=self.queue.bytes,
         )
@@ -284,7 +293,7 @@ class Served:
 
     model: ServedModel
     prepare: Prepare
-    segments: Callable[[SessionStore], SegmentKernels] | None = None
+    segments: Callable[[SessionStore], PrepareSegment] | None = None
     device: torch.device | None = None
 
 
@@ -319,7 +328,7 @@ class RequestHandler:
             else Served(
                 weights,
                 device_kernels(weights, spin_us).prepare,
-                partial(TorchSegments, weights, spin_us=spin_us),
+                partial(torch_segments, weights, spin_us=spin_us),
                 weights.device,
             )
         )
@@ -359,8 +368,7 @@ class RequestHandler:
         self._attest, self._attest_from_s = attest, 0.0
         # Empty where there are no whole layers.
         self.sessions = SessionStore(sessions or SessionSettings(), free_bytes(served.device))
-        segments = served.segments if self._model.has_segments else None
-        self._segments = None if segments is None else segments(self.sessions)
+        self._segments = there(served.segments)(self.sessions) if self._model.has_segments else None
 
     def prepare(self, request: Request) -> Kernel:
         """Return what computes all requests that have this one's header.
@@ -374,7 +382,7 @@ class RequestHandler:
         # Nothing is allocated for what the check refuses.
         task = self._checker.check(request)
         if isinstance(request, SegmentRequest):
-            return there(self._segments).prepare(request, task)
+            return there(self._segments)(request, task)
         if isinstance(request, SeededRingLinearRequest):
             of_elements = self._prepare(request.standing_for(), task)
 

@@ -19,10 +19,9 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
-from gpu_side.served_model import OPERATOR_OF
-from gpu_side.tasks import Computed, EmbeddingWork, LinearWork, MatmulWork, Task
+from gpu_side.tasks import Computed, LinearWork, MatmulWork, Task
 from gpu_side.transport.listener import Incoming
-from gpu_side.weights import ServiceWeights
+from gpu_side.weights import OPERATOR_OF, ServiceWeights
 from protocol.integer import exact_product
 from protocol.messages import (
     EmbeddingRequest,
@@ -194,8 +193,11 @@ class TorchKernels:
         # Whether one row is better multiplied as two of the same. On processors with AVX512-BF16,
         # oneDNN reads a bfloat16 matrix a tenth faster for two rows than for one, with the same
         # numbers. For float32 and float16 two rows take twice as long as one.
-        on_cpu = weights.device.type == "cpu" and weights.dtype is torch.bfloat16
-        self._twice = on_cpu and multiplies_bfloat16()
+        self._twice = (
+            weights.device.type == "cpu"
+            and weights.dtype is torch.bfloat16
+            and multiplies_bfloat16()
+        )
 
     def prepare(self, request: Computed, task: Task) -> Kernel:
         """See `Prepare`."""
@@ -225,7 +227,8 @@ class TorchKernels:
                     )[0].view(shape)
                 return lambda request: linear(floats(request.hidden_states), matrix, bias)
             case RingLinearRequest() | RingLMHeadRequest():
-                product, in_features = self._ring_product(request), request.elements.shape[-1]
+                product = self._ring_product(weight_of(self._weights, request)[0])
+                in_features = request.elements.shape[-1]
 
                 def ring(request: RingLinearRequest | RingLMHeadRequest) -> torch.Tensor:
                     elements = to_device(to_torch(request.elements), torch.int32)
@@ -239,11 +242,8 @@ class TorchKernels:
                     to_device(to_torch(request.input_ids), torch.int64)
                 )
 
-    def _ring_product(
-        self, request: RingLinearRequest | RingLMHeadRequest
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what multiplies int32 rows [T, K] on the device by the weight, mod 2^32."""
-        weight, _ = weight_of(self._weights, request)
+    def _ring_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what multiplies int32 rows [T, K] on the device by int8 [N, K], mod 2^32."""
         return partial(exact_product, weight=weight)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,8 @@ class NullKernels:
     """Answers with zeros of the right shape, at once or after as long as an accelerator takes.
 
     An accelerator works on one request after the other, and meanwhile on nothing of ours: the
-    service reads and writes. `dtype`: of the weights that it would hold.
+    service reads and writes. `profile`: the accelerator's, None: there is none. `dtype`: of the
+    weights that it would hold.
     """
 
     def __init__(
@@ -305,7 +306,7 @@ class NullKernels:
         *,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self._profile = device.profile
+        self.profile = device.profile
         self.dtype = dtype
         self._clock = clock
         # When the accelerator will have done all that it was given.
@@ -328,25 +329,13 @@ class NullKernels:
 
     def request_us(self, task: Task) -> float:
         """Return how long the accelerator takes for it, 0 without one."""
-        return (
-            0.0 if self._profile is None else request_us(self._profile, task, self.dtype.itemsize)
-        )
-
-    def attention_us(self, heads: int, rows: int, head_dim: int, context: int) -> float:
-        """Return how long the attention of one layer and sequence takes, 0 without a profile.
-
-        Two products for each of `heads`, of so many rows by so many keys, which take as long.
-        """
-        if (profile := self._profile) is None:
-            return 0.0
-        return 2 * profile.matmul_us(heads, rows, head_dim, context, self.dtype.itemsize)
+        return 0.0 if self.profile is None else request_us(self.profile, task, self.dtype.itemsize)
 
     def works_for(self, duration_us: float) -> Working | None:
         """Let the accelerator work so long, behind what it has; None without one: it has ended."""
-        if self._profile is None:
+        if self.profile is None:
             return None
-        end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
-        self._free_ns = end_ns
+        self._free_ns = end_ns = max(self._clock(), self._free_ns) + math.ceil(duration_us * 1000)
 
         def ends_ns() -> int:
             return end_ns
@@ -366,8 +355,9 @@ def request_us(profile: DeviceProfile, task: Task, itemsize: int) -> float:
             kernels_us = profile.linear_us(rows, in_features, out_features, itemsize, integer)
         case MatmulWork(batch, m, k, n):
             kernels_us = profile.matmul_us(batch, m, k, n, itemsize)
-        case EmbeddingWork(tokens, hidden_size):
-            kernels_us = profile.embedding_us(tokens, hidden_size, itemsize)
+        case None:
+            *leading, hidden_size = task.shape
+            kernels_us = profile.embedding_us(math.prod(leading), hidden_size, itemsize)
         case works:
             sizes = ((work.rows, work.in_features, work.out_features) for work in works)
             kernels_us = sum(profile.linear_us(*size, itemsize) for size in sizes)

@@ -5,6 +5,7 @@ device's name; nothing that a client can choose, no contents and no request ids.
 """
 
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -18,7 +19,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from gpu_side.handler import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, Histogram, ServiceState
+from gpu_side.handler import BOUNDS_NS, SUCCESS, UNKNOWN_METHOD, ServiceState
 from gpu_side.transport.listener import cannot_bind
 from protocol.errors import SettingsError, describe
 
@@ -61,8 +62,9 @@ class StateCollector:
                 if total or (code == SUCCESS and method != UNKNOWN_METHOD):
                     requests.add_metric((method, code), total)
             if counted.outcomes[SUCCESS]:
-                _add(compute, method, counted.compute)
-                _add(waited, method, counted.queue)
+                for family, histogram in ((compute, counted.compute), (waited, counted.queue)):
+                    buckets = list(zip(_BOUNDS, accumulate(histogram.buckets), strict=True))
+                    family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
         yield from (requests, compute, waited)
         for name, text, total in (
             ("tsqp_received_bytes", "Bytes of requests.", state.received_bytes),
@@ -83,15 +85,10 @@ class StateCollector:
             ("tsqp_spilled_sessions", "KV caches of Segments on disk.", sessions.spilled),
             ("tsqp_spilled_session_bytes", "Their files.", sessions.spilled_bytes),
             ("tsqp_ready", "1 while new requests are taken.", state.status == "ready"),
-            ("tsqp_uptime_seconds", "Since the start.", state.uptime_s),
+            ("tsqp_uptime_seconds", "Since the start.", time.monotonic() - state.started),
         ):
             yield GaugeMetricFamily(name, text, float(value))
         yield InfoMetricFamily("tsqp_device", "What computes.", {"device": state.device})
-
-
-def _add(family: HistogramMetricFamily, method: str, histogram: Histogram) -> None:
-    buckets = list(zip(_BOUNDS, accumulate(histogram.buckets), strict=True))
-    family.add_metric((method,), buckets, histogram.sum_ns / 1e9)
 
 
 @contextmanager

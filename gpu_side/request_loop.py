@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpu_side.defaults import DRAIN_S
-from gpu_side.encoding import EnvelopeError, OpenedRequest, RequestReader, encode_reply, unread
+from gpu_side.encoding import OpenedRequest, RequestReader, encode_reply, unread
 from gpu_side.event_log import log
 from gpu_side.handler import SUCCESS, UNKNOWN_METHOD, RequestHandler
 from gpu_side.kernels import Working, wait_until
@@ -164,7 +164,7 @@ class RequestLoop:
                 continue
             elif (incoming := listener.receive()) is not None:
                 # Nothing waits: it need not either.
-                queue.note_served(incoming)
+                queue.served = incoming.client
                 self._answer(listener, incoming)
             if underway:
                 self._send_what_ended(listener)
@@ -231,10 +231,7 @@ class RequestLoop:
         frames = incoming.frames
         if len(frames) != 1 or frames[0].nbytes > _HEALTH_BYTES:
             return False
-        try:
-            return self._reader.open(frames).method == HealthRequest.method
-        except ProtocolError:
-            return False  # answered in its turn
+        return self._reader.open(frames).method == HealthRequest.method
 
     def _wait_for_accelerator(
         self, listener: Listener, stop: StopSignal, until_ns: int | None = None
@@ -372,8 +369,6 @@ class RequestLoop:
     def _send_refusal(
         self, listener: Listener, incoming: Incoming, opened: OpenedRequest, error: ProtocolError
     ) -> None:
-        if isinstance(error, EnvelopeError):
-            opened = opened._replace(form=error.form, request_id=error.request_id)
         log.warning(
             "refused", **_fields(incoming, opened, code=error.code.value, detail=str(error))
         )
@@ -386,12 +381,11 @@ class RequestLoop:
         opened = unread(frames)
         # One frame as large as no header is: inline, which has no id that we would have to find.
         if len(frames) > 1 or frames[0].nbytes <= MAX_HEADER_BYTES:
-            try:
-                opened = self._reader.open(frames)
-            except ProtocolError as error:
-                self._send_refusal(listener, incoming, opened, error)
-                return opened
-        self._send(listener, incoming, opened, code)
+            opened = self._reader.open(frames)
+        if opened.error is None:
+            self._send(listener, incoming, opened, code)
+        else:
+            self._send_refusal(listener, incoming, opened, opened.error)
         return opened
 
     def _refuse_rest(self, listener: Listener) -> None:

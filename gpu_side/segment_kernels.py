@@ -1,4 +1,4 @@
-"""Runs Segment requests on a device (TorchSegments), or models their duration (null_segments).
+"""Runs Segment requests on a device (torch_segments), or models their duration (null_segments).
 
 Attention is causal and grouped-query, of a part's rows over its session's cache. Few rows are two
 plain products, which read the cache once: torch's fused kernel takes longer for them. Many go
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
 
-from gpu_side.devices import multiplies_bfloat16
+from gpu_side.devices import DeviceProfile, multiplies_bfloat16
 from gpu_side.kernels import Kernel, NullKernels, Result, there, transfer_to
 from gpu_side.session_cache import CacheShape, SessionCache, Window
 from gpu_side.sessions import NO_SESSION, SegmentPart, SessionStore
@@ -33,6 +33,9 @@ Outputs: TypeAlias = Sequence[int] | None
 Compute: TypeAlias = Callable[
     [SegmentRequest, Sequence[SegmentPart], Sequence[SessionCache], Outputs], Result
 ]
+# Returns what computes all requests that have this one's header, and raises ProtocolError for the
+# numbers in `parts` and `outputs`, and for sessions.
+PrepareSegment: TypeAlias = Callable[[SegmentRequest, Task], Kernel]
 
 
 def read_parts(request: SegmentRequest, context_length: int) -> list[SegmentPart]:
@@ -68,9 +71,11 @@ def read_parts(request: SegmentRequest, context_length: int) -> list[SegmentPart
             f"a part of rows {start} + {rows} of {length}",
             f"numbers that add up, within {context_length} tokens",
         )
-        follows = ends.setdefault(session, start) == start
         require_field(
-            follows, "Segment.parts", f"a part from {start}", "one that follows its session's last"
+            ends.setdefault(session, start) == start,
+            "Segment.parts",
+            f"a part from {start}",
+            "one that follows its session's last",
         )
         ends[session] = start + rows
     rows, total = request.hidden_states.shape[0], sum(part.rows for part in parts)
@@ -192,42 +197,34 @@ def _many(
     return out_KGRC.permute(2, 0, 1, 3).reshape(R, K * G * C)
 
 
-class SegmentKernels:
-    """Keeps sessions, and runs requests on them.
+def segment_kernels(
+    config: ModelConfig,
+    sessions: SessionStore,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    computed: Callable[[SegmentRequest, Task, Window], Compute],
+) -> PrepareSegment:
+    """Return what prepares Segments whose sessions are kept in `sessions`.
 
     `computed`: returns what computes the rows of requests like the first.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sessions: SessionStore,
-        dtype: torch.dtype,
-        device: torch.device | None,
-        computed: Callable[[SegmentRequest, Task, Window], Compute],
-    ) -> None:
-        self._config, self._sessions, self._computed = config, sessions, computed
-        self._dtype, self._device = dtype, device
-
-    def prepare(self, first: SegmentRequest, task: Task) -> Kernel:
-        """Return what computes all requests that have this one's header.
-
-        It raises ProtocolError for the numbers in `parts` and `outputs`, and for sessions.
-        """
+    def prepare(first: SegmentRequest, task: Task) -> Kernel:
         layers, window = (first.first_layer, first.last_layer), Window(first.sinks, first.recent)
-        _, heads, head_dim = self._config.heads
-        count = layers[1] - layers[0] + 1
-        shape = CacheShape(count, heads, head_dim, self._dtype, self._device)
-        compute = self._computed(first, task, window)
+        _, heads, head_dim = config.heads
+        shape = CacheShape(layers[1] - layers[0] + 1, heads, head_dim, dtype, device)
+        compute = computed(first, task, window)
 
         def kernel(request: Any, incoming: Incoming | None) -> Result:
-            parts = read_parts(request, self._config.context_length)
+            parts = read_parts(request, config.context_length)
             outputs = read_outputs(request)
             client = b"" if incoming is None else incoming.client
-            with self._sessions.running(client, layers, parts, shape, window) as caches:
+            with sessions.running(client, layers, parts, shape, window) as caches:
                 return compute(request, [part for part in parts if part.rows], caches, outputs)
 
         return kernel
+
+    return prepare
 
 
 def finish(running: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
@@ -277,37 +274,50 @@ class TorchMaths:
     residual = staticmethod(torch.add)
 
 
-class TorchSegments(SegmentKernels):
-    """On the weights' device, in their dtype; `weights.linears` and `weights.segment` are held.
+def torch_segments(
+    weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
+) -> PrepareSegment:
+    """Return Segments on the weights' device, in their dtype.
 
-    `protocol.model.forward` over sessions; shape suffixes are those of that module, c half of C.
+    `weights.linears` and `weights.segment` are held. `protocol.model.forward` over sessions; shape
+    suffixes are those of that module, c half of C.
     """
+    config, held, linears = weights.config, there(weights.segment), there(weights.linears)
+    layers = {
+        at: Layer(index=at, **bound(norms, config, TorchMaths(held.orders.get(at))))
+        for at, norms in held.norms.items()
+    }
+    calls: dict[str, Any] = {
+        name: {at: staying(matrices[name]) for at, matrices in linears.items()}
+        for name in FUSED_MODULES
+    }
+    ropes = Rope(config, weights.dtype, weights.device)
+    transfer = transfer_to(weights.device, spin_us)
+    to_device = transfer.to_device
 
-    def __init__(
-        self, weights: ServiceWeights, sessions: SessionStore, spin_us: float = 0.0
-    ) -> None:
-        config = weights.config
-        super().__init__(config, sessions, weights.dtype, weights.device, self._compute)
-        self._weights, linears = there(weights.segment), there(weights.linears)
-        orders = self._weights.orders
-        self._layers = {
-            layer: Layer(index=layer, **bound(norms, config, TorchMaths(orders.get(layer))))
-            for layer, norms in self._weights.norms.items()
-        }
-        self._calls: dict[str, Any] = {
-            name: {layer: staying(held[name]) for layer, held in linears.items()}
-            for name in FUSED_MODULES
-        }
-        self._rope = Rope(config, weights.dtype, weights.device)
-        self._transfer = transfer_to(weights.device, spin_us)
+    async def attend(
+        first: int,
+        layer: Layer,
+        q_THC: torch.Tensor,
+        k_TKC: torch.Tensor,
+        v_TKC: torch.Tensor,
+        parts: Sequence[PartAttention],
+    ) -> torch.Tensor:
+        """Attend with each part's rows to its session, whose cache begins with layer `first`."""
+        (H, K, C), window = layer.heads, config.sliding_windows[layer.index]
+        q_TKGC = q_THC.view(-1, K, H // K, C)
+        outputs = [
+            part(layer.index - first, q_TKGC[part.rows], k_TKC[part.rows], v_TKC[part.rows], window)
+            for part in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _compute(self, first: SegmentRequest, task: Task, window: Window) -> Compute:
-        layers = [self._layers[at] for at in range(first.first_layer, first.last_layer + 1)]
-        to_device = self._transfer.to_device
+    def computed(first: SegmentRequest, task: Task, window: Window) -> Compute:
+        its_layers = [layers[at] for at in range(first.first_layer, first.last_layer + 1)]
         ops: Ops[Layer, Sequence[PartAttention]] = Ops(
             embedding=staying(lambda hidden_TD: hidden_TD),
-            attention=partial(self._attend, first.first_layer),
-            **self._calls,
+            attention=partial(attend, first.first_layer),
+            **calls,
         )
 
         def compute(
@@ -322,39 +332,22 @@ class TorchSegments(SegmentKernels):
                 PartAttention(cache, slice(end - part.rows, end), part.start, window)
                 for part, cache, end in zip(parts, caches, ends, strict=True)
             ]
-            h_TD = to_device(to_torch(request.hidden_states), self._dtype)
-            rope = self._rope.of((one.start, one.start + one.rows, one.length) for one in parts)
-            found = finish(forward(h_TD, layers, rope, ops, attention, rows))
+            h_TD = to_device(to_torch(request.hidden_states), weights.dtype)
+            rope = ropes.of((one.start, one.start + one.rows, one.length) for one in parts)
+            found = finish(forward(h_TD, its_layers, rope, ops, attention, rows))
             if first.lm_head:
-                norm = there(self._weights.norm)
-                normed_ND = TorchMaths.rms_norm(found, norm, self._config.rms_norm_eps)
-                found = linear(normed_ND, there(self._weights.lm_head))
-            return self._transfer.reply(found, task)
+                normed_ND = TorchMaths.rms_norm(found, there(held.norm), config.rms_norm_eps)
+                found = linear(normed_ND, there(held.lm_head))
+            return transfer.reply(found, task)
 
         return compute
 
-    async def _attend(
-        self,
-        first: int,
-        layer: Layer,
-        q_THC: torch.Tensor,
-        k_TKC: torch.Tensor,
-        v_TKC: torch.Tensor,
-        parts: Sequence[PartAttention],
-    ) -> torch.Tensor:
-        """Attend with each part's rows to its session, whose cache begins with layer `first`."""
-        (H, K, C), window = layer.heads, self._config.sliding_windows[layer.index]
-        q_TKGC = q_THC.view(-1, K, H // K, C)
-        outputs = [
-            part(layer.index - first, q_TKGC[part.rows], k_TKC[part.rows], v_TKC[part.rows], window)
-            for part in parts
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return segment_kernels(config, sessions, weights.dtype, weights.device, computed)
 
 
 def null_segments(
     config: ModelConfig, kernels: NullKernels, sessions: SessionStore
-) -> SegmentKernels:
+) -> PrepareSegment:
     """Return zeros, once an accelerator would be done. Of sessions their lengths alone are kept.
 
     `kernels`: those of the same accelerator, which works on one request after the other.
@@ -365,11 +358,13 @@ def null_segments(
         reply, base_us = kernels.zeros(task), kernels.request_us(task)
         layers = first.last_layer - first.first_layer + 1
 
-        def attention_us(part: SegmentPart) -> float:
+        def attention_us(profile: DeviceProfile, part: SegmentPart) -> float:
             context = part.start + part.rows
             if window.recent:
                 context = min(context, window.sinks + window.recent + part.rows)
-            return layers * kernels.attention_us(K, heads // K * part.rows, C, context)
+            # Two products for each head, of its rows by so many keys, which take as long.
+            sizes = (K, heads // K * part.rows, C, context)
+            return layers * 2 * profile.matmul_us(*sizes, kernels.dtype.itemsize)
 
         def compute(
             _request: SegmentRequest,
@@ -377,8 +372,11 @@ def null_segments(
             _caches: Sequence[SessionCache],
             _outputs: Outputs,
         ) -> Result:
-            return reply, kernels.works_for(base_us + sum(map(attention_us, parts)))
+            duration_us = base_us
+            if (profile := kernels.profile) is not None:
+                duration_us += sum(attention_us(profile, part) for part in parts)
+            return reply, kernels.works_for(duration_us)
 
         return compute
 
-    return SegmentKernels(config, sessions, kernels.dtype, None, computed)
+    return segment_kernels(config, sessions, kernels.dtype, None, computed)

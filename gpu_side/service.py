@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zmq import curve_public
 
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
 from gpu_side.cuda.device import check_integers
-from gpu_side.defaults import ALL_CLIENTS, DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS
+from gpu_side.defaults import DRAIN_S
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log
 from gpu_side.handler import (
@@ -24,65 +24,45 @@ from gpu_side.handler import (
     ServiceState,
     served_zeros,
 )
-from gpu_side.kernels import NullKernels
+from gpu_side.kernels import NullKernels, there
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, place_of, work
+from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, placed, work
 from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
-from gpu_side.served_model import BOTH, ServedModel, check_columns, read_served_model
 from gpu_side.sessions import SessionSettings
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
-from gpu_side.weights import ServiceWeights
+from gpu_side.weights import ServedModel, ServiceWeights, check_columns, read_served_model
 from protocol import native
 from protocol.curve import read_secret_key, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.messages import WHOLE, Arithmetic, Columns
-from protocol.model.config import ModelConfig, read_config
+from protocol.messages import WHOLE
+from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What `gpu-service` is told. `dtype`: a short name, or None for the model's own.
+    """What `gpu-service` is told. `job`: what to compute, as the head of so many ranks.
 
-    `device`: as `parse_device` reads it. `arithmetic`: which linear weights to hold; "both" does
-    without int8 ones where the device's int8 products are not exact, or the weights are transformed
-    for a feature mask. `spin_us`: how long to look for the next message before blocking, as long as
-    messages come that fast, and to ask a GPU whether it is done. `layers`: first and last whose
-    weights to hold, None: all. `tensor_parallel`: by how many processes to compute, each with its
-    part of the output columns. `sessions`: how much of them to keep. `metrics`: as
-    `gpu_side.metrics.parse_address` reads it, None: not served. `max_queued_`: how much of one
-    client may wait, in bytes None: one message as large as allowed; and of all together, None: as
-    much as of four. `drain_timeout_s`: how long to go on with what was taken, once told to stop.
-    `identity`: our secret key (or `secret`: itself, made in this process), and `allow`: the list of
-    the clients that are let in, which SIGHUP reads again; without them every client is let in, and
-    other machines have to be allowed by `allow_anyone`. `heartbeat_timeout_s`: see
-    `protocol.zmq_channel`. `kernels`: those of the CPU, see `protocol.native.use`; None: those in
-    use. `http_`: see HttpKeys, for a URL as `bind`; SIGHUP reads the tokens again.
+    `sessions`: how much of them to keep. `metrics`: as `gpu_side.metrics.parse_address` reads it,
+    None: not served. `queue`: how much may wait. `drain_timeout_s`: how long to go on with what was
+    taken, once told to stop. `identity`: our secret key (or `secret`: itself,
+    made in this process), and `allow`: the list of the clients that are let in, which SIGHUP reads
+    again; without them every client is let in, and other machines have to be allowed by
+    `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_channel`. `http_`: see HttpKeys, for a
+    URL as `bind`; SIGHUP reads the tokens again.
     """
 
-    model: Path
+    job: RankJob
     bind: str
-    device: str = "cpu"
-    dtype: str | None = None
-    kernels: str | None = None
-    threads: int | None = None
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    arithmetic: Literal["float", "int8", "both"] = "both"
-    spin_us: float = 0.0
-    layers: tuple[int, int] | None = None
-    tensor_parallel: int = 1
     sessions: SessionSettings = field(default_factory=SessionSettings)
     metrics: str | None = None
-    max_queued_requests: int = QUEUED_REQUESTS
-    max_queued_bytes: int | None = None
-    max_queued_total_requests: int = QUEUED_TOTAL_REQUESTS
-    max_queued_total_bytes: int | None = None
+    queue: QueueLimits = field(default_factory=QueueLimits)
     drain_timeout_s: float = DRAIN_S
     identity: Path | None = None
     secret: bytes | None = field(default=None, repr=False)
@@ -146,27 +126,6 @@ class ServiceSettings:
             )
         return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
 
-    @property
-    def limits(self) -> QueueLimits:
-        """Limits of the queue. Raises SettingsError for such as can never be reached, or passed."""
-        of_one = self.max_queued_bytes or self.max_message_bytes
-        of_all = self.max_queued_total_bytes or ALL_CLIENTS * of_one
-        one, together, message = (size / 2**20 for size in (of_one, of_all, self.max_message_bytes))
-        for option, value, least, why in (
-            ("--max-queued-mib", one, message, "--max-message-mib"),
-            ("--max-queued-total-mib", together, one, "--max-queued-mib"),
-            (
-                "--max-queued-total-requests",
-                self.max_queued_total_requests,
-                self.max_queued_requests,
-                "--max-queued-requests",
-            ),
-        ):
-            SettingsError.unless(
-                value >= least, option, f"{value:.9g}", f"at least {least:.9g}, which is {why}"
-            )
-        return QueueLimits(self.max_queued_requests, of_one, self.max_queued_total_requests, of_all)
-
 
 def open_listener(
     endpoint: str,
@@ -211,32 +170,36 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
     # Every connection takes a descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    place = WHOLE if settings.tensor_parallel == 1 else place_of(settings.tensor_parallel)
-    native.set_up(settings.kernels, _threads(settings))
-    device = parse_device(device_at(place, settings.device))
-    if place[0]:
-        work(_job(settings, place, device))
+    job = placed(settings.job)
+    native.set_up(job.kernels, job.threads)
+    device = parse_device(device_at(job.place, job.device))
+    if job.place[0]:
+        work(_settled(job, device))
         return
-    limits, keys, http = settings.limits, settings.read_keys(), settings.read_http()
+    settings.queue.check(job.max_message_bytes)
+    keys, http = settings.read_keys(), settings.read_http()
     settings.sessions.check()
     with limited(log.logger), _stop_signals() as stop, ExitStack() as beside:
         # Bound before loading, so that a taken address is known at once and not minutes later.
         listener = open_listener(
             settings.bind,
-            max_message_bytes=settings.max_message_bytes,
-            spin_us=settings.spin_us,
+            max_message_bytes=job.max_message_bytes,
+            spin_us=job.spin_us,
             keys=keys,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             http=http,
         )
         state = ServiceState(
-            limits, device=str(device), clients_refused=lambda: listener.clients_refused
+            settings.queue, device=str(device), clients_refused=lambda: listener.clients_refused
         )
         ranks: Ranks | None = None
         try:
             # At once: until then SIGHUP ends the process.
-            tokens = settings.http_tokens
-            allowed = (tokens, read_tokens) if tokens else (settings.allow, read_allow_list)
+            allowed = (
+                (settings.http_tokens, read_tokens)
+                if settings.http_tokens
+                else (settings.allow, read_allow_list)
+            )
 
             def allow(found: frozenset[bytes]) -> None:
                 listener.allow(found)
@@ -251,12 +214,12 @@ def serve(settings: ServiceSettings, attest: Attest | None = None) -> None:
                 lets_in = {"lets_in": len(keys.allowed), "key": key}
             log.info("bound", endpoint=listener.endpoint, **lets_in)
             _serve_metrics(settings, state, beside)
-            job = _job(settings, place, device)
-            if place != WHOLE:
+            job = _settled(job, device)
+            if job.place != WHOLE:
                 ranks = Ranks(job, stop, starts_them=not by_torchrun())
                 beside.callback(ranks.close)
                 ranks.start()
-            operators = _load(settings, job, device, state, stop, attest, ranks)
+            operators = _load(job, device, state, stop, attest, settings.sessions, ranks)
             state.sessions = lambda: operators.sessions.totals
             if isinstance(listener, StreamListener):
                 # Other transports do not know, or know a client by more than a connection.
@@ -302,12 +265,12 @@ def _stop_signals() -> Iterator[StopSignal]:
 
 
 def _load(
-    settings: ServiceSettings,
     job: RankJob,
     device: Device,
     state: ServiceState,
     stop: StopSignal,
     attest: Attest | None,
+    sessions: SessionSettings,
     ranks: Ranks | None,
 ) -> RequestHandler:
     """Read the weights. Raises StoppedWhileLoadingError if a stop signal comes meanwhile."""
@@ -337,11 +300,11 @@ def _load(
         held = read_served_model(job.model, job.arithmetic, weights=False, layers=layers)
         log.warning("null_device", device=str(device), computes="nothing", replies="zeros")
         served: ServiceWeights | Served = served_zeros(
-            held, NullKernels(device, torch_dtype(job.dtype))
+            held, NullKernels(device, torch_dtype(there(job.dtype)))
         )
     else:
         if ranks is not None:
-            ranks.join()
+            ranks.join(device)
         held = served = job.load(device, progress)
     masked: dict[str, Any] = {} if held.provision is None else {"mask": held.provision.mask}
     log.info(
@@ -354,52 +317,23 @@ def _load(
     )
     if ranks is not None and isinstance(served, ServiceWeights):
         served = ranks.served(served)
-    return RequestHandler(
-        served,
-        settings.max_message_bytes,
-        state,
-        settings.spin_us,
-        attest,
-        settings.sessions,
-    )
+    return RequestHandler(served, job.max_message_bytes, state, job.spin_us, attest, sessions)
 
 
-def _threads(settings: ServiceSettings) -> int | None:
-    """Return how many a process uses: of several each has its share of the cores; None: all."""
-    ranks = settings.tensor_parallel
-    return settings.threads or (None if ranks == 1 else max(1, native.usable_cores() // ranks))
+def _settled(job: RankJob, device: Device) -> RankJob:
+    """Return what every rank is told, and a service that has no other ranks.
 
-
-def _job(settings: ServiceSettings, place: Columns, device: Device) -> RankJob:
-    """Return what every rank is told, and a service that has no other ranks."""
-    config = read_config(settings.model)
-    check_columns(config, (0, place[1]), OPTION)
-    return RankJob(
-        place=place,
-        store=None,
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype or config.dtype,
-        arithmetic=_arithmetic(settings, config, device),
-        kernels=settings.kernels,
-        threads=_threads(settings),
-        spin_us=settings.spin_us,
-        layers=settings.layers,
-        max_message_bytes=settings.max_message_bytes,
-    )
-
-
-def _arithmetic(
-    settings: ServiceSettings, config: ModelConfig, device: Device
-) -> tuple[Arithmetic, ...]:
-    """Decide which linear weights to hold. Raises KernelError where int8 was insisted on."""
-    if settings.arithmetic == "float":
-        return ("float",)
-    try:
-        check_integers(config, None if isinstance(device, NullDevice) else device)
-    except KernelError as error:
-        if settings.arithmetic == "int8":
-            raise
-        log.warning("no_int8", serving="float", detail=str(error))
-        return ("float",)
-    return BOTH if settings.arithmetic == "both" else ("int8",)
+    With the model's dtype where none was said, and without int8 weights where their products are
+    not exact. Raises KernelError where these were insisted on.
+    """
+    config, arithmetic = read_config(job.model), job.arithmetic
+    check_columns(config, (0, job.place[1]), OPTION)
+    if "int8" in arithmetic:
+        try:
+            check_integers(config, None if isinstance(device, NullDevice) else device)
+        except KernelError as error:
+            if "float" not in arithmetic:
+                raise
+            log.warning("no_int8", serving="float", detail=str(error))
+            arithmetic = ("float",)
+    return job.model_copy(update={"dtype": job.dtype or config.dtype, "arithmetic": arithmetic})

@@ -17,15 +17,13 @@ written again goes on with the next. What was written is bound to its client, se
 sizes, and to its place in the file. A file that was changed is no session any more.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgpack
 import torch
@@ -153,7 +151,7 @@ class SessionCache:
             self.tensors[layer] = made
         self.capacity = capacity
 
-    def take_over(self, other: SessionCache, tokens: int) -> None:
+    def take_over(self, other: Self, tokens: int) -> None:
         """Begin with the first tokens of another session, which has them (`has`).
 
         There is room for them (`resize`).

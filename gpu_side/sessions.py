@@ -83,8 +83,12 @@ class SessionSettings:
             f"{of_one / 2**20:.9g}",
             f"at most {(most or 0) / 2**20:.9g}, which is --sessions-mib",
         )
-        to_fill = self.spill is not None or self.spill_bytes is None
-        SettingsError.unless(to_fill, "--session-spill-mib", "no directory", "one to fill")
+        SettingsError.unless(
+            self.spill is not None or self.spill_bytes is None,
+            "--session-spill-mib",
+            "no directory",
+            "one to fill",
+        )
         SettingsError.unless(
             self.spill is None or self.spill.is_dir(),
             f"--session-spill {self.spill}",
@@ -197,7 +201,10 @@ class SessionStore:
         window: Window,
         needed: Container[SessionName],
     ) -> SessionCache:
-        """Return the cache of a session with `part.start` tokens. `needed`: all of the request."""
+        """Return the cache of a session with `part.start` tokens, perhaps its parent's first.
+
+        `needed`: all of the request.
+        """
         found = self._present(name)
         if found is None or not found.has(part.start, window):
             parent = name._replace(session=part.parent)
@@ -207,23 +214,21 @@ class SessionStore:
             found = self._held.setdefault(name, SessionCache(shape))
             if part.start:
                 try:
-                    self._fork(parent, name, part.start, window)
+                    # In use from now on.
+                    source = self._present(parent)
+                    if source is None or not source.has(part.start, window):
+                        raise _unknown(part.start)
+                    dropped = 0 if part.start <= source.sinks else source.dropped
+                    if not self._resize(name, part.start - dropped):
+                        # Without its parent there may be room: the client sends all tokens once
+                        # more.
+                        raise _unknown(part.start)
+                    found.take_over(source, part.start)
                 finally:
                     if parent not in needed:
                         self._rest(parent)
         found.cut(part.start, window)
         return found
-
-    def _fork(self, parent: SessionName, name: SessionName, start: int, window: Window) -> None:
-        """Begin a session with the first tokens of its parent, which is in use afterwards."""
-        source = self._present(parent)
-        if source is None or not source.has(start, window):
-            raise _unknown(start)
-        kept = start if start <= source.sinks else start - source.dropped
-        if not self._resize(name, kept):
-            # Without its parent there may be room: the client sends all tokens once more.
-            raise _unknown(start)
-        self._held[name].take_over(source, start)
 
     def _grow(self, name: SessionName, end: int) -> None:
         """Have room for tokens up to `end`. Raises ProtocolError."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_side.served_model import OPERATOR_OF, ServedModel
+from gpu_side.weights import OPERATOR_OF, ServedModel
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     FUSED_MODULES,
@@ -66,25 +66,17 @@ class MatmulWork:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingWork:
-    """Rows of the embedding."""
-
-    tokens: int
-    hidden_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """What a checked request asks for.
 
     `shape` and `dtype` are those of the output; `input_bytes` is the size of all input tensors.
     `work`: of a Segment the products of its layers, beside which there is attention, and perhaps
-    that of the LM head.
+    that of the LM head; None: the output is rows of the embedding.
     """
 
     shape: Shape
     dtype: str
-    work: LinearWork | MatmulWork | EmbeddingWork | tuple[LinearWork, ...]
+    work: LinearWork | MatmulWork | tuple[LinearWork, ...] | None
     input_bytes: int
 
     @property
@@ -119,13 +111,26 @@ class RequestChecker:
             case LMHeadRequest(hidden_states=rows) | RingLMHeadRequest(elements=rows):
                 integer, held = isinstance(request, RingLMHeadRequest), self._held
                 self._require_held(held.has_lm_head, request.method, "an LM head")
-                # The float one is there whatever the linear weights are.
-                holds = not integer or "int8" in held.arithmetic
-                self._require_held(holds, request.method, "int8 weights")
+                self._require_held(
+                    # The float one is there whatever the linear weights are.
+                    not integer or "int8" in held.arithmetic,
+                    request.method,
+                    "int8 weights",
+                )
                 sizes = self._part.hidden_size, self._part.vocab_size
                 return self._product(request.method, rows, *sizes, integer=integer)
-            case EmbeddingRequest(input_ids=ids):
-                return self._embedding(ids.dtype, ids.shape, request.dtype)
+            case EmbeddingRequest(input_ids=ids, dtype=dtype):
+                self._require_held(self._held.has_embedding, "Embedding", "an embedding")
+                require_field(ids.dtype == "int64", "Embedding.input_ids", ids.dtype, "int64")
+                require_field(
+                    len(ids.shape) <= 2,
+                    "Embedding.input_shape",
+                    f"{list(ids.shape)}",
+                    "[T] or [batch, T]",
+                )
+                tokens, hidden_size = math.prod(ids.shape), self._held.config.hidden_size
+                self._bound("Embedding.input_ids", tokens * hidden_size * ITEMSIZE[dtype])
+                return Task((*ids.shape, hidden_size), dtype, None, tokens * ITEMSIZE["int64"])
             case SegmentRequest():
                 return self._segment(request)
 
@@ -133,10 +138,13 @@ class RequestChecker:
         """Raise ProtocolError for a token id outside the vocabulary."""
         low, high = (int(bound) for bound in torch.aminmax(to_torch(tensor)))
         size = self._held.config.vocab_size
-        where = "Embedding.input_ids"
-        # The ids themselves stay out of the message: messages are logged.
-        known = low >= 0 and high < size
-        require_field(known, where, "an id outside the vocabulary", f"0 to {size - 1}")
+        require_field(
+            low >= 0 and high < size,
+            "Embedding.input_ids",
+            # The ids themselves stay out of the message: messages are logged.
+            "an id outside the vocabulary",
+            f"0 to {size - 1}",
+        )
 
     def _linear(
         self,
@@ -180,17 +188,6 @@ class RequestChecker:
         size = math.prod(shape) * ITEMSIZE[dtype]
         return Task((*shape[:-1], out_features), dtype, work, size)
 
-    def _embedding(self, ids_dtype: str, shape: Shape, dtype: str) -> Task:
-        self._require_held(self._held.has_embedding, "Embedding", "an embedding")
-        require_field(ids_dtype == "int64", "Embedding.input_ids", ids_dtype, "int64")
-        require_field(
-            len(shape) <= 2, "Embedding.input_shape", f"{list(shape)}", "[T] or [batch, T]"
-        )
-        tokens, hidden_size = math.prod(shape), self._held.config.hidden_size
-        self._bound("Embedding.input_ids", tokens * hidden_size * ITEMSIZE[dtype])
-        work = EmbeddingWork(tokens, hidden_size)
-        return Task((*shape, hidden_size), dtype, work, tokens * ITEMSIZE["int64"])
-
     def _segment(self, request: SegmentRequest) -> Task:
         """Check all but the numbers in `parts` and `outputs` (`gpu_side.segment_kernels`)."""
         config, hidden = self._held.config, request.hidden_states
@@ -210,8 +207,9 @@ class RequestChecker:
             f"an LM head behind layer {last}",
             f"one behind layer {behind - 1}",
         )
-        has_head = not request.lm_head or self._held.has_segment_head
-        self._require_held(has_head, "Segment", "an LM head")
+        self._require_held(
+            not request.lm_head or self._held.has_segment_head, "Segment", "an LM head"
+        )
         where, D = "Segment.hidden_states", config.hidden_size
         require_field(
             hidden.dtype in _FLOAT_DTYPES and len(hidden.shape) == 2 and hidden.shape[1] == D,
@@ -246,8 +244,9 @@ class RequestChecker:
         )
         where = "Matmul.shape"
         got = f"{list(a)} @ {list(b)}"
-        fits = len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2]
-        require_field(fits, where, got, "[..., M, K] @ [..., K, N]")
+        require_field(
+            len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2], where, got, "[..., M, K] @ [..., K, N]"
+        )
         try:
             leading = tuple(torch.broadcast_shapes(a[:-2], b[:-2]))
         except RuntimeError:

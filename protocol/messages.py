@@ -255,7 +255,7 @@ class InitReply(Message):
     linear weights it holds: those for Linear (float), those for RingLinear and RingLMHead (int8),
     or both.
     `provision_id`: None for a model directory; for weights transformed by a feature mask the id of
-    the key that they belong to (`gpu_side.served_model`), and then `model_digest` repeats it
+    the key that they belong to (`gpu_side.weights`), and then `model_digest` repeats it
     and `norm_weights` is empty. `instance_id`: random, of this service process, by which a runner
     notices that two endpoints lead to one service. `layers`: whose linear weights it holds; the
     embedding goes with layer 0 and the LM head with the model's last. `max_queued_requests` and

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from gpu_side.event_log import log
-from gpu_side.served_model import OPERATOR_OF
+from gpu_side.weights import OPERATOR_OF
 from protocol.errors import KernelError
 from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.model.config import ModelConfig
@@ -80,9 +80,8 @@ class CudaDevice:
         """Return memory of the device's own."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def reaches(self, tensor: torch.Tensor) -> bool:
-        """Say whether the device reads and writes this host memory by itself."""
-        return tensor.is_pinned()
+    # Says whether the device reads and writes this host memory by itself.
+    reaches = staticmethod(torch.Tensor.is_pinned)
 
     def is_idle(self) -> bool:
         """Say whether it has done all that it was given. Raises RuntimeError where it failed."""
@@ -201,13 +200,11 @@ def check_ring(device: torch.device) -> None:
     Triton is not there, cannot compile, or gives a wrong number.
     """
     where = f"int8 products on {device}"
-    try:
+    with KernelError.instead_of(
+        ImportError, where, "no Triton", "it installed: torch for CUDA brings it"
+    ):
         # Not imported, and need not be installed, where nothing is computed on a GPU.
         from gpu_side.cuda.ring import every_tile
-    except ImportError:
-        raise KernelError(
-            where, got="no Triton", expected="it installed: torch for CUDA brings it"
-        ) from None
     try:
         check_kernels(device, every_tile)
     except KernelError:

@@ -48,8 +48,6 @@ from protocol.errors import KernelError
 from protocol.messages import (
     FUSED_MODULES,
     Projection,
-    RingLinearRequest,
-    RingLMHeadRequest,
     tensor_reply,
 )
 from protocol.shared_memory import Lane, SlotMemory, adopt, create
@@ -305,7 +303,13 @@ class CudaKernels(TorchKernels):
     ) -> None:
         super().__init__(weights, spin_us)
         self._device = device or CudaDevice(weights.device)
-        row_bytes = _row_bytes(weights)
+        head: list[Projection] = ["lm_head"] if weights.has_lm_head else []
+        shapes = [weights.part.row_layout(name)[1] for name in (*FUSED_MODULES, *head)]
+        # Of the longest row of a request, and of a result, in the widest dtype.
+        widest_out, widest_in = (
+            torch.float32.itemsize * max(sizes) for sizes in zip(*shapes, strict=True)
+        )
+        row_bytes = widest_in, widest_out
         self._products = DeviceProducts(self._device, row_bytes, spin_us)
         # For each shape, the fastest.
         self._tiles: dict[tuple[int, int, int], Tile] = {}
@@ -349,11 +353,9 @@ class CudaKernels(TorchKernels):
 
         return kernel
 
-    def _ring_product(
-        self, request: RingLinearRequest | RingLMHeadRequest
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _ring_product(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See `TorchKernels._ring_product`; without graphs."""
-        return self._ring(weight_of(self._weights, request)[0]).multiply
+        return self._ring(weight).multiply
 
     def _ring(self, weight: torch.Tensor) -> Product:
         """Return the product by int8 [N, K] in the ring; rows and result are int32."""
@@ -454,14 +456,6 @@ def _floats(
 ) -> torch.Tensor:
     """Multiply floats, in the weight's dtype; rows and result are in that of the request."""
     return linear(rows.to(weight.dtype), weight, bias).to(wire_dtype)
-
-
-def _row_bytes(weights: ServiceWeights) -> tuple[int, int]:
-    """Return the bytes of the longest row of a request, and of a result, in the widest dtype."""
-    head: list[Projection] = ["lm_head"] if weights.has_lm_head else []
-    shapes = [weights.part.row_layout(name)[1] for name in (*FUSED_MODULES, *head)]
-    widest_out, widest_in = (max(sizes) for sizes in zip(*shapes, strict=True))
-    return widest_in * torch.float32.itemsize, widest_out * torch.float32.itemsize
 
 
 def device_kernels(weights: ServiceWeights, spin_us: float) -> TorchKernels:

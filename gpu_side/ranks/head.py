@@ -100,15 +100,15 @@ class Ranks:
             watcher.start()
             self._started.append((process, watcher))
 
-    def join(self) -> None:
-        """Wait until the others are there.
+    def join(self, device: torch.device) -> None:
+        """Wait until the others are there. `device`: of this rank.
 
         Raises StoppedWhileLoadingError if told to stop before, and EndpointError.
         """
         stop = self._stop
         try:
             job = self.job
-            self._group = Group(job.place, job.store, job.torch_device, lambda: stop.requested)
+            self._group = Group(job.place, job.store, device, lambda: stop.requested)
         except RuntimeError:
             if stop.requested and self.failure is None:
                 raise StoppedWhileLoadingError from None

@@ -30,10 +30,10 @@ from gpu_side.cuda.products import device_kernels
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
 from gpu_side.kernels import there
-from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import Progress, ServiceWeights, load_weights
+from gpu_side.weights import BOTH, Progress, ServedModel, ServiceWeights, load_weights
 from protocol import native
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import EndpointError, SettingsError, TsqpError
 from protocol.messages import WHOLE, Arithmetic, Columns, Request
 from protocol.model.config import read_config
@@ -59,27 +59,6 @@ def by_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
-def place_of(ranks: int) -> Columns:
-    """Return the place of this process among `ranks` of a host: the head's, or what torchrun says.
-
-    Rank 0 is the head; each has the GPU of its number, and this part of the columns.
-
-    Raises SettingsError where torchrun has started another number of processes, or says no numbers;
-    and where some are on another host: rows and results would cross a network in the clear.
-    """
-    if not by_torchrun():
-        return 0, ranks
-    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    rank, world, here = (os.environ.get(name, "") for name in names)
-    SettingsError.unless(
-        rank.isdecimal() and (world, here) == (str(ranks), str(ranks)),
-        OPTION,
-        f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
-        f"{ranks}, all on this host (--layers spreads a model over several)",
-    )
-    return int(rank), ranks
-
-
 def device_at(place: Columns, name: str) -> str:
     """Return which device `--device` means for a rank. Raises SettingsError."""
     SettingsError.unless(
@@ -95,39 +74,37 @@ class RankJob(BaseModel):
     """The head's settings that count for all ranks.
 
     `place`: which rank it is, 0 the head's, and of how many; `WHOLE`: a service without others.
-    `threads`: of each process; None: it has all cores that it may use to itself. `store`: the file
-    in which the ranks find each other, where the head starts the others; None: torchrun has, and
-    its environment says how. `device`: as the option says.
+    Each has its part of the output columns. `store`: the file in which the ranks find each other,
+    where the head starts the others; None: torchrun has, and its environment says how. `device`: as
+    `parse_device` reads it. `dtype`: a short name, or None for the model's own, as the head is
+    told. `arithmetic`: which linear weights to hold; of both the head does without int8 ones where
+    the device's int8 products are not exact, or the weights are transformed for a feature mask.
+    `kernels`: those of the CPU, see `protocol.native.use`; None: those in use. `threads`: of each
+    process; None: it has all cores that it may use to itself. `spin_us`: how long to look for the
+    next message before blocking, as long as messages come that fast, and to ask a GPU whether it is
+    done. `layers`: first and last whose weights to hold, None: all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: Columns
-    store: Path | None
     model: Path
-    device: str
-    dtype: str
-    arithmetic: tuple[Arithmetic, ...]
-    kernels: str | None
-    threads: int | None
-    spin_us: float
-    layers: tuple[int, int] | None
-    max_message_bytes: int
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of this rank. Raises SettingsError where there is none."""
-        device = parse_device(device_at(self.place, self.device))
-        if isinstance(device, NullDevice):
-            raise TypeError("a null device that computes")
-        return device
+    place: Columns = WHOLE
+    store: Path | None = None
+    device: str = "cpu"
+    dtype: str | None = None
+    arithmetic: tuple[Arithmetic, ...] = BOTH
+    kernels: str | None = None
+    threads: int | None = None
+    spin_us: float = 0.0
+    layers: tuple[int, int] | None = None
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
 
     def load(self, device: torch.device, progress: Progress | None = None) -> ServiceWeights:
         """Read this rank's part of the weights, see `load_weights`."""
         return load_weights(
             self.model,
             device=device,
-            dtype=torch_dtype(self.dtype),
+            dtype=torch_dtype(there(self.dtype)),
             arithmetic=self.arithmetic,
             layers=self.layers,
             columns=self.place,
@@ -138,6 +115,31 @@ class RankJob(BaseModel):
         """Say what a rank holds; all ranks must say the same."""
         named = (held.model_digest, held.linear_digest, self.dtype, *held.arithmetic, held.layers)
         return " ".join(map(str, named)).encode()
+
+
+def placed(job: RankJob) -> RankJob:
+    """Return the job of this process among its ranks: the head's, or what torchrun says.
+
+    All ranks are on one host. Rank 0 is the head; each has the GPU of its number, this part of the
+    columns and, unless it is said how many threads, its share of the cores.
+
+    Raises SettingsError where torchrun has started another number of processes, or says no numbers;
+    and where some are on another host: rows and results would cross a network in the clear.
+    """
+    rank, ranks = "0", job.place[1]
+    if ranks == 1:
+        return job
+    if by_torchrun():
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        rank, world, here = (os.environ.get(name, "") for name in names)
+        SettingsError.unless(
+            rank.isdecimal() and (world, here) == (str(ranks), str(ranks)),
+            OPTION,
+            f"torchrun with {world[:20] or 'no'} processes, {here[:20] or 'none'} of them here",
+            f"{ranks}, all on this host (--layers spreads a model over several)",
+        )
+    threads = job.threads or max(1, native.usable_cores() // ranks)
+    return job.model_copy(update={"place": (int(rank), ranks), "threads": threads})
 
 
 class Group:
@@ -156,10 +158,15 @@ class Group:
         what is needed.
         """
         (rank, ranks), on_cpu = place, device.type == "cpu"
-        gloo = dist.is_available() and dist.is_gloo_available()
-        SettingsError.unless(gloo, OPTION, "a torch without gloo", "one with it")
-        nccl = on_cpu or dist.is_nccl_available()
-        SettingsError.unless(nccl, OPTION, "a torch without NCCL", "one with it")
+        SettingsError.unless(
+            dist.is_available() and dist.is_gloo_available(),
+            OPTION,
+            "a torch without gloo",
+            "one with it",
+        )
+        SettingsError.unless(
+            on_cpu or dist.is_nccl_available(), OPTION, "a torch without NCCL", "one with it"
+        )
         # One for each device; NCCL has its connections at once, and fails here if it cannot.
         backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
         # They would listen at the address that the host's name has.
@@ -217,12 +224,12 @@ class Group:
 
     def send_result(self, result: torch.Tensor, to: int) -> None:
         """Send a tensor whose shape and dtype the other end knows."""
-        dist.send(_flat(result.contiguous()), to)
+        dist.send(result.contiguous().view(-1).view(torch.uint8), to)
 
     def begin_results(self, buffers: list[torch.Tensor]) -> Works:
         """Begin to receive a result from each other rank, in order, into contiguous tensors."""
         return [
-            there(dist.irecv(_flat(buffer), rank))
+            there(dist.irecv(buffer.view(-1).view(torch.uint8), rank))
             for rank, buffer in zip(self.others, buffers, strict=True)
         ]
 
@@ -236,10 +243,6 @@ def bytes_tensor(data: Buffer) -> torch.Tensor:
     """View bytes as a tensor; of read-only ones, which torch must not alias, return a copy."""
     writable = isinstance(data, bytearray) or (isinstance(data, memoryview) and not data.readonly)
     return torch.frombuffer(data if writable else bytearray(data), dtype=torch.uint8)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 _HEAD = 0
@@ -256,7 +259,9 @@ def work(job: RankJob) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        device = job.torch_device
+        device = parse_device(device_at(job.place, job.device))
+        if isinstance(device, NullDevice):
+            raise TypeError("a null device that computes")
         group = Group(job.place, job.store, device)
         native.set_up(job.kernels, job.threads)
         if "int8" in job.arithmetic:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import pytest
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from protocol import stream_wire
 from protocol.errors import ErrorCode, ServiceError
 from protocol.messages import SEED_BYTES, InitRequest, Request, Response
@@ -101,7 +101,7 @@ class EarlyService:
                 (queued,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
                 self.early += sum(rest) > LARGE_BYTES and queued < sum(rest) / 2
                 request_id, method, reply = asked
-                frames = encode_reply(Form.FRAMED, request_id, method, reply)
+                frames = encode_reply("framed", request_id, method, reply)
                 connection.sendall(b"".join(to_pieces(frames)[0]))
 
     @staticmethod

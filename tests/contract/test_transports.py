@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpu_side.access import ServiceKeys
-from gpu_side.encoding import Form, OpenedRequest, encode_reply, open_request, read_request
+from gpu_side.encoding import OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.service import open_listener
 from gpu_side.transport.listener import Incoming
 from protocol.channel import Channel, PendingChannel
@@ -96,7 +96,7 @@ class Peer:
         timing: Timing | None = None,
     ) -> None:
         good = TensorReply(output=from_torch(result)) if isinstance(result, torch.Tensor) else None
-        frames = encode_reply(Form.FRAMED, request_id, method, good or ErrorCode(result), timing)
+        frames = encode_reply("framed", request_id, method, good or ErrorCode(result), timing)
         assert self.listener.send(self._routes.get(request_id, self.route), frames)
 
     def close(self) -> None:
@@ -307,7 +307,7 @@ def test_a_client_that_does_not_read_does_not_stop_the_others(peer: Peer) -> Non
     with _connected(peer) as lazy, _connected(peer) as other:
         request_id = lazy.submit(_request())
         lazy_route = peer.incoming().route
-        frames = encode_reply(Form.FRAMED, request_id, "LMHead", output)
+        frames = encode_reply("framed", request_id, "LMHead", output)
         # What is not read is kept for a while, and then no more is taken.
         assert any(not peer.listener.send(lazy_route, frames) for _ in range(2000))
         with _echoing(peer):
@@ -395,7 +395,7 @@ def test_deadline_holds_while_stale_replies_keep_coming(peer: Peer, channel: Cha
     second = channel.submit(_request(), timeout_s=0.2)
     assert peer.receive().request_id == second
     given_up, unnoticed = threading.Event(), threading.Event()
-    stale = encode_reply(Form.FRAMED, first, "LMHead", ErrorCode.INTERNAL)
+    stale = encode_reply("framed", first, "LMHead", ErrorCode.INTERNAL)
 
     def flood() -> None:
         # For a client that would never end; of this thread's own time, which stops where it does.

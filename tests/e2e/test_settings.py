@@ -1,6 +1,5 @@
 """Settings from the command line, the environment and a TOML file; help and completion."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from unittest import mock
 
 from click.testing import CliRunner
 
+from gpu_side.handler import QueueLimits
 from gpu_side.service import ServiceSettings
 from tee_side.assembly import MaskSettings
 from tee_side.protect.pads.bank_files import BankPlace
@@ -124,9 +124,9 @@ def _runner_settings(*arguments: str) -> tuple[RunnerSettings, str]:
 
 def _is_all_different(settings: object, default: object, *, but: frozenset[str]) -> None:
     """Check that no option was left at its default, where one that does nothing is not seen."""
-    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
-        if field.name not in but:
-            assert getattr(settings, field.name) != getattr(default, field.name), field.name
+    for name, usual in vars(default).items():
+        if name not in but:
+            assert vars(settings)[name] != usual, name
 
 
 def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
@@ -143,13 +143,19 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
         identity,
         allow,
     )
-    assert settings.max_message_bytes == 4 * 2**20
-    of_http = {"http_tokens", "http_cert", "http_key"}
-    but = frozenset({"model", "secret", "tensor_parallel", *of_http})
-    _is_all_different(settings, _service_settings(), but=but)
+    assert settings.job.max_message_bytes == 4 * 2**20
+    default, of_http = _service_settings(), {"http_tokens", "http_cert", "http_key"}
+    _is_all_different(settings, default, but=frozenset({"secret", *of_http}))
+    _is_all_different(settings.job, default.job, but=frozenset({"model", "store", "place"}))
+    _is_all_different(settings.queue, default.queue, but=frozenset())
+    assert default.queue == QueueLimits()
+    # As much as there must be is enough.
+    QueueLimits(total_bytes=2**29, total_requests=64).check(2**29)
+    queue = _service_settings("--max-message-mib", "3").queue
+    assert (queue.bytes, queue.total_bytes) == (3 * 2**20, 12 * 2**20)
     http = ("--http-tokens", "tokens", "--http-cert", "cert.pem", "--http-key", "key.pem")
     settings = _service_settings("--http", "8080", *http, "--tensor-parallel", "2")
-    assert settings.tensor_parallel == 2
+    assert settings.job.place == (0, 2)
     found = (settings.http_tokens, settings.http_cert, settings.http_key)
     assert found == (Path("tokens"), Path("cert.pem"), Path("key.pem"))
     assert settings.bind == "http://127.0.0.1:8080"

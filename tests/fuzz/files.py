@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpu_side.access import read_allow_list
-from gpu_side.served_model import PROVISION_FILE, read_provision
+from gpu_side.weights import PROVISION_FILE, read_provision
 from protocol import curve
 from protocol.errors import (
     CalibrationError,

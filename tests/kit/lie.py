@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu_side.access import ServiceKeys
-from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.handler import RequestHandler
 from gpu_side.service import open_listener
 from gpu_side.transport.listener import Incoming
@@ -119,7 +119,7 @@ class MaliciousService(Closing):
             result = error.code
         if isinstance(result, ErrorCode) or isinstance(request, HealthRequest):
             timing = Timing(queue_us=1, compute_us=2)
-            frames = encode_reply(Form.FRAMED, opened.request_id, opened.method, result, timing)
+            frames = encode_reply("framed", opened.request_id, opened.method, result, timing)
             self.listener.send(incoming.route, frames)
             return
         memory = self.memory

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import msgpack
 import torch
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -80,7 +80,7 @@ class Occasion:
         """Return the good reply, or one of another result, `request_id` or `method`."""
         about = {"request_id": self.request_id, "method": self.request.method, **changes}
         frames = encode_reply(
-            Form.FRAMED,
+            "framed",
             about["request_id"],
             about["method"],
             self.response if result is None else result,

@@ -186,7 +186,7 @@ def outcome_of(
 
 
 LARGE = 2**20
-REFUSED = encode_reply(Form.FRAMED, 1, "Init", ErrorCode.INTERNAL)
+REFUSED = encode_reply("framed", 1, "Init", ErrorCode.INTERNAL)
 
 
 def raw_socket(endpoint: str) -> socket.socket:
@@ -220,7 +220,7 @@ def request_bytes(request_id: int = 1) -> bytes:
 def tensor_reply(request_id: int, value: torch.Tensor) -> list[bytes | bytearray | memoryview]:
     """Return the frames of a reply to LMHead."""
     reply = TensorReply(output=from_torch(value))
-    return encode_reply(Form.FRAMED, request_id, "LMHead", reply)
+    return encode_reply("framed", request_id, "LMHead", reply)
 
 
 def without_descriptors(listening: socket.socket, times: int) -> Mock:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from protocol.encoding import MAX_REPLY_HEADER_BYTES, Reply, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
@@ -120,7 +120,7 @@ def test_a_request_is_read_as_it_was_written(
     message: Request, request_id: int, timeout_ms: int, prefix: str
 ) -> None:
     found = read_in_full(encode_request(message, request_id, timeout_ms))
-    assert found == (Form.FRAMED, request_id, timeout_ms, message.method, message)
+    assert found == ("framed", request_id, timeout_ms, message.method, message)
     if isinstance(message, MatmulRequest) and message.a.dtype != message.b.dtype:
         return  # inline, one dtype field stands for both
     assert read_in_full([_inline(message, prefix)])[-1] == message
@@ -132,11 +132,11 @@ def test_a_reply_is_read_as_it_was_written(
     result: tuple[str, Response | ErrorCode], request_id: int, timing: Timing | None
 ) -> None:
     method, value = result
-    reply = decode_reply(as_received(encode_reply(Form.FRAMED, request_id, method, value, timing)))
+    reply = decode_reply(as_received(encode_reply("framed", request_id, method, value, timing)))
     failed = isinstance(value, ErrorCode)
     expected = (None, value) if failed else (value, None)
     assert reply == Reply(request_id, method, *expected, timing)
-    found = msgpack.unpackb(*encode_reply(Form.INLINE, 0, method, value))
+    found = msgpack.unpackb(*encode_reply("inline", 0, method, value))
     if isinstance(value, ErrorCode):
         assert found == {"status": "error", "error": value.value}
     elif isinstance(value, TensorReply):
@@ -245,7 +245,7 @@ def test_noise_damage_and_what_is_tampered_with_is_valid_or_refused_known_or_not
     noise: list[Buffer],
     mutator: Mutator,
 ) -> None:
-    request, reply = encode_request(message, 1, 1000), encode_reply(Form.FRAMED, 1, *result)
+    request, reply = encode_request(message, 1, 1000), encode_reply("framed", 1, *result)
     good = [tuple(map(bytes, one)) for one in (request, reply, [_inline(message, prefix)])]
     header, *frames = request
     # The first is what is remembered; behind it its header with other frames.

@@ -6,8 +6,6 @@ The key of its links is made here, at each start, and is on no disk: one that it
 would let that host stand in between, with genuine evidence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time
@@ -15,13 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
+from typing import Annotated, Literal, NoReturn, TypeAlias
 
 import click
 from annotated_types import Interval
 from click.core import ParameterSource
 
-from gpu_side.defaults import DRAIN_S, QUEUED_REQUESTS, QUEUED_TOTAL_REQUESTS, SESSION_TTL_S
+from gpu_side.defaults import (
+    ALL_CLIENTS,
+    DRAIN_S,
+    QUEUED_REQUESTS,
+    QUEUED_TOTAL_REQUESTS,
+    SESSION_TTL_S,
+)
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option, takes, version_option
 from tsqp.run.process import configure, run
@@ -41,9 +45,6 @@ from tsqp.run.settings import (
     option_of,
     setting,
 )
-
-if TYPE_CHECKING:
-    from gpu_side.service import ServiceSettings
 
 log = logging.getLogger("gpu_service")
 
@@ -171,12 +172,11 @@ class GpuServiceSettings(EvidenceSettings, ComputeSettings):
     log_level: Literal["debug", "info", "warning", "error"] = local("info")
 
 
-# The first and last layer that a service holds; None for all.
-Held: TypeAlias = tuple[int, int] | None
+def held_layers(settings: GpuServiceSettings) -> tuple[int, int] | None:
+    """Read layers as `tee-runner --gpu` reads them behind `=`; None: all.
 
-
-def held_layers(settings: GpuServiceSettings) -> Held:
-    """Read layers as `tee-runner --gpu` reads them behind `=`. Raises SettingsError, ModelError."""
+    Raises SettingsError, ModelError.
+    """
     from tee_side.words import LayerRange
 
     if settings.layers is None:
@@ -196,54 +196,8 @@ def held_layers(settings: GpuServiceSettings) -> Held:
     return layers.first, max(layers.first, last)
 
 
-def served(settings: GpuServiceSettings, held: Held, secret: bytes | None) -> ServiceSettings:
-    """Return what the service itself takes, with sizes in bytes. `secret`: of its links."""
-    from gpu_side.service import ServiceSettings
-    from gpu_side.sessions import SessionSettings
-
-    def size(mebibytes: int | None) -> int | None:
-        return None if mebibytes is None else mebibytes * MIB
-
-    at = settings.http
-    http = None if at is None else f"http://{at}" if ":" in at else f"http://127.0.0.1:{at}"
-    return ServiceSettings(
-        model=model_directory(settings.model),
-        bind=http or settings.bind,
-        http_tokens=settings.http_tokens,
-        http_cert=settings.http_cert,
-        http_key=settings.http_key,
-        device=settings.device,
-        dtype=settings.dtype,
-        arithmetic=settings.arithmetic,
-        kernels=settings.kernels,
-        threads=settings.threads,
-        max_message_bytes=settings.max_message_mib * MIB,
-        spin_us=settings.spin_us,
-        layers=held,
-        tensor_parallel=settings.tensor_parallel,
-        sessions=SessionSettings(
-            bytes=size(settings.sessions_mib),
-            client_bytes=size(settings.session_client_mib),
-            ttl_s=settings.session_ttl_s,
-            spill=settings.session_spill,
-            spill_bytes=size(settings.session_spill_mib),
-        ),
-        metrics=settings.metrics,
-        max_queued_requests=settings.max_queued_requests,
-        max_queued_bytes=size(settings.max_queued_mib),
-        max_queued_total_requests=settings.max_queued_total_requests,
-        max_queued_total_bytes=size(settings.max_queued_total_mib),
-        drain_timeout_s=settings.drain_timeout_s,
-        identity=settings.identity,
-        secret=secret,
-        allow=settings.allow,
-        allow_anyone=settings.allow_anyone,
-        heartbeat_timeout_s=settings.heartbeat_timeout_s,
-    )
-
-
 def attested_service(
-    settings: GpuServiceSettings, held: Held
+    settings: GpuServiceSettings, held: tuple[int, int] | None
 ) -> tuple[bytes, Callable[[bytes, str], bytes]] | None:
     """Make a service's key, and what gives evidence of it; None for one without `--attest`.
 
@@ -303,8 +257,13 @@ def attested_service(
         found = attester.attest(report_data(claims))
         if with_gpus:
             found = found.model_copy(update={"gpus": ask_gpus(gpu_nonce(claims))})
-        said = {"kind": found.kind, "gpus": len(found.gpus), "model": weights}
-        log.info("evidence", extra={"fields": {**said, "settings": digest.hex()}})
+        fields = {
+            "kind": found.kind,
+            "gpus": len(found.gpus),
+            "model": weights,
+            "settings": digest.hex(),
+        }
+        log.info("evidence", extra={"fields": fields})
         return Statement(claims=claims, evidence=found.encode()).encode()
 
     attester.attest(report_data(b""))
@@ -338,19 +297,68 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     MODEL is a Hugging Face directory with safetensors weights, or "demo". The process needs no
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
-    from gpu_side.service import serve
+    from gpu_side.handler import QueueLimits
+    from gpu_side.ranks.worker import RankJob
+    from gpu_side.service import ServiceSettings, serve
+    from gpu_side.sessions import SessionSettings
+    from gpu_side.weights import BOTH
+
+    def size(mebibytes: int | None) -> int | None:
+        return None if mebibytes is None else mebibytes * MIB
 
     configure(settings.log_level)
-    source = context.get_parameter_source("bind")
     SettingsError.unless(
-        settings.http is None or source is ParameterSource.DEFAULT,
+        settings.http is None or context.get_parameter_source("bind") is ParameterSource.DEFAULT,
         "--http",
         f"--bind {settings.bind} as well",
         "one of them",
     )
     held = held_layers(settings)
     secret, attest = attested_service(settings, held) or (None, None)
-    serve(served(settings, held, secret), attest)
+    queued = settings.max_queued_mib or settings.max_message_mib
+    at = settings.http
+    http = None if at is None else f"http://{at}" if ":" in at else f"http://127.0.0.1:{at}"
+    serve(
+        ServiceSettings(
+            job=RankJob(
+                model=model_directory(settings.model),
+                place=(0, settings.tensor_parallel),
+                device=settings.device,
+                dtype=settings.dtype,
+                arithmetic=BOTH if settings.arithmetic == "both" else (settings.arithmetic,),
+                kernels=settings.kernels,
+                threads=settings.threads,
+                spin_us=settings.spin_us,
+                layers=held,
+                max_message_bytes=settings.max_message_mib * MIB,
+            ),
+            bind=http or settings.bind,
+            http_tokens=settings.http_tokens,
+            http_cert=settings.http_cert,
+            http_key=settings.http_key,
+            sessions=SessionSettings(
+                bytes=size(settings.sessions_mib),
+                client_bytes=size(settings.session_client_mib),
+                ttl_s=settings.session_ttl_s,
+                spill=settings.session_spill,
+                spill_bytes=size(settings.session_spill_mib),
+            ),
+            metrics=settings.metrics,
+            queue=QueueLimits(
+                settings.max_queued_requests,
+                queued * MIB,
+                settings.max_queued_total_requests,
+                (settings.max_queued_total_mib or ALL_CLIENTS * queued) * MIB,
+            ),
+            drain_timeout_s=settings.drain_timeout_s,
+            identity=settings.identity,
+            secret=secret,
+            allow=settings.allow,
+            allow_anyone=settings.allow_anyone,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        ),
+        attest,
+    )
 
 
 def main() -> NoReturn:

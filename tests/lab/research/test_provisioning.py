@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from gpu_side.served_model import PROVISION_FILE, Provision, read_provision
+from gpu_side.weights import PROVISION_FILE, Provision, read_provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import (
     EMBEDDING,

@@ -22,7 +22,7 @@ from gpu_side import kernels
 from gpu_side.cuda import products
 from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile, check_ring
 from gpu_side.cuda.products import CudaKernels, DeviceProducts, Product
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import PinnedStaging, queued
 from gpu_side.transport.listener import Incoming
@@ -378,7 +378,7 @@ def test_a_slot_of_shared_memory_is_read_and_written_by_the_device(
         assert (data.obj is slot.reply.obj) == in_place, request.method
         if in_place:
             timing = Timing(queue_us=1, compute_us=2)
-            frames = encode_reply(Form.FRAMED, 1, request.method, reply, timing)
+            frames = encode_reply("framed", 1, request.method, reply, timing)
             (_, place), _, _ = layout(tuple(map(len, frames)))
             start = torch.frombuffer(slot.reply, dtype=torch.uint8).data_ptr()
             assert to_torch(output).data_ptr() - start == place.start, request.method

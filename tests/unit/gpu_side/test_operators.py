@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
@@ -108,7 +108,7 @@ def test_init_states_what_the_service_is_for_a_nonce(
 def test_init_in_the_published_form_has_no_fields_of_ours(operators: RequestHandler) -> None:
     """A strict client of the published schema refuses keys that it does not know."""
     stated = operators.apply(InitRequest())[0]
-    (reply,) = encode_reply(Form.INLINE, 0, "Init", stated)
+    (reply,) = encode_reply("inline", 0, "Init", stated)
     published = {"config", "rotary_emb_params", "norm_weights"}
     assert set(msgpack.unpackb(reply)["response"]) == published
 

@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
 from gpu_side.handler import RequestHandler, Served, served_zeros
 from gpu_side.kernels import NullKernels, request_us
-from gpu_side.served_model import (
+from gpu_side.tasks import Computed, RequestChecker
+from gpu_side.weights import (
     PROVISION_FILE,
     Provision,
+    ServiceWeights,
+    load_weights,
     read_provision,
     read_served_model,
 )
-from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, ModelError, ProtocolError, SettingsError
 from protocol.messages import (
     Columns,

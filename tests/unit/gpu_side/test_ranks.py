@@ -26,7 +26,7 @@ from gpu_side.handler import RequestHandler
 from gpu_side.kernels import Transfer
 from gpu_side.ranks import head, worker
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, place_of
+from gpu_side.ranks.worker import IDLE, JOIN_S, Group, RankJob, placed
 from gpu_side.request_loop import StoppedWhileLoadingError, StopSignal
 from gpu_side.weights import load_weights
 from protocol.channel import Channel
@@ -69,19 +69,7 @@ def model(saved_model: Models) -> Path:
 
 @pytest.fixture
 def ranks(model: Path) -> Iterator[Ranks]:
-    job = RankJob(
-        place=(0, 2),
-        store=None,
-        model=model,
-        device="cpu",
-        dtype="float32",
-        arithmetic=("float", "int8"),
-        kernels=None,
-        threads=1,
-        spin_us=0.0,
-        layers=None,
-        max_message_bytes=LIMIT,
-    )
+    job = RankJob(model=model, place=(0, 2), dtype="float32", threads=1, max_message_bytes=LIMIT)
     stop = StopSignal()
     with stop.reader, stop.writer:
         yield Ranks(job, stop, starts_them=False)
@@ -201,16 +189,16 @@ def test_a_rank_that_does_not_start_or_come_ends_the_service(
     # One that is told to stop waits for no other, and that is no failure.
     ranks._stop.requested = True
     with pytest.raises(StoppedWhileLoadingError):
-        started.join()
+        started.join(CPU)
     assert started.failure is None
     ranks._stop.requested = False
     no_answer = pytest.raises(EndpointError, match="a rank: got no answer")
     with patch("gpu_side.ranks.worker.JOIN_S", 0.0), no_answer:
-        started.join()
+        started.join(CPU)
     started.failure, ranks._stop.requested = None, False
     started.start()
     with pytest.raises(EndpointError, match="rank 1: got a process that ended with 1"):
-        started.join()
+        started.join(CPU)
     started.close()
     assert not store.parent.exists()
 
@@ -266,12 +254,13 @@ def test_which_rank_a_process_is(
 ) -> None:
     """The head, or what torchrun says; all of them on this host."""
     given = {name: value for name, value in (THEIRS | changes).items() if value is not None}
+    job = RankJob(model=Path(), place=(0, 8))
     with patch.dict(os.environ, given, clear=True):
         if place is not None:
-            assert place_of(8) == place
+            assert placed(job).place == place
             return
         with pytest.raises(SettingsError, match=r"got torchrun with \w+ processes.*, all on this"):
-            place_of(8)
+            placed(job)
 
 
 def _asked(channel: Channel, request: Request) -> torch.Tensor:

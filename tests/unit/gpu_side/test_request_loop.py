@@ -406,18 +406,18 @@ def test_a_client_that_had_its_turn_without_waiting_goes_to_the_end() -> None:
     queue = FairQueue(MANY)
     for client, number in (("a", 1), ("a", 2), ("b", 0)):
         queue.put(_message(client, number))
-    queue.note_served(_message("a"))
+    queue.served = b"a"
     assert _taken(queue) == [("b", 0), ("a", 1), ("a", 2)]
     # But alone it need not wait for others.
     queue.put(_message("b"))
-    queue.note_served(_message("b"))
+    queue.served = b"b"
     assert queue.take().route[0] == b"b"
 
 
 def test_all_connections_of_a_key_are_one_client() -> None:
     queue = FairQueue(QueueLimits(requests=3))
     of_one = [_message(name, number)._replace(key=b"one") for number, name in enumerate("abcd")]
-    queue.note_served(of_one[0])
+    queue.served = of_one[0].client
     assert [bool(queue.put(one)) for one in of_one] == [False] * 3 + [True]
     queue.put(_message("e", 4)._replace(key=b"other"))
     # The replies still go to the connections.

@@ -23,13 +23,13 @@ from gpu_side.access import ServiceKeys, rereads_list
 from gpu_side.event_log import MAX_REASONS, REASONS, LineFilter, limited
 from gpu_side.handler import QueueLimits, ServiceState
 from gpu_side.metrics import parse_address, serving_metrics
+from gpu_side.ranks.worker import RankJob
 from gpu_side.request_loop import RequestLoop, StopSignal
-from gpu_side.service import ServiceSettings, _arithmetic, _stop_signals, serve
+from gpu_side.service import ServiceSettings, _settled, _stop_signals, serve
 from gpu_side.sessions import SessionSettings
 from gpu_side.transport.listener import Incoming, Listener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.errors import KernelError, SettingsError
-from protocol.model.config import read_config
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tests.kit.service import until
@@ -50,7 +50,7 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     exact = torch._int_mm
     monkeypatch.setattr(torch, "_int_mm", lambda *rows, **_: exact(*rows).clamp(-30000, 30000))
-    settings = ServiceSettings(model, f"unix://{tmp_path}/s", arithmetic="int8")
+    settings = ServiceSettings(RankJob(model=model, arithmetic=("int8",)), f"unix://{tmp_path}/s")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], before[1] - 1), before[1]))
         # The second time the address is free again.
@@ -62,9 +62,8 @@ def test_a_service_that_cannot_hold_what_it_is_told_to_does_not_start(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     # One that is not told so holds floats, and says why.
-    settings = ServiceSettings(model, "", arithmetic="both")
     caplog.clear()
-    assert _arithmetic(settings, read_config(model), torch.device("cpu")) == ("float",)
+    assert _settled(RankJob(model=model), torch.device("cpu")).arithmetic == ("float",)
     assert caplog.messages == ["no_int8"]
 
 
@@ -85,7 +84,7 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
     caplog.set_level(logging.INFO, "gpu_service")
     for bind in (f"unix://{tmp_path}/s", "tcp://127.0.0.1:*"):
         caplog.clear()
-        serve(ServiceSettings(model, bind, device="null", arithmetic="float"))
+        serve(ServiceSettings(RankJob(model=model, device="null", arithmetic=("float",)), bind))
         said = {one.message: vars(one).get("fields", {}) for one in caplog.records}
         assert "*" not in said["stopped"]["endpoint"]
         assert said["stopped"]["endpoint"] == said["bound"]["endpoint"] == said["ready"]["endpoint"]
@@ -100,39 +99,27 @@ def test_what_is_known_of_its_listener_and_logged_while_it_serves(
 @each_row(
     ("settings", "expected"),
     [
-        ({}, (64, 512, 1024, 2048)),
-        ({"max_message_bytes": 1}, (64, 1, 1024, 4)),
-        ({"max_queued_total_bytes": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
-    ],
-)
-def test_limits_of_the_queue(settings: dict[str, int], expected: tuple[int, int, int, int]) -> None:
-    """In MiB."""
-    given: Any = {k: v * MIB if k.endswith("bytes") else v for k, v in settings.items()}
-    requests, size, all_requests, all_bytes = expected
-    limits = ServiceSettings(Path(), "", **given).limits
-    assert limits == QueueLimits(requests, size * MIB, all_requests, all_bytes * MIB)
-
-
-@each_row(
-    ("settings", "expected"),
-    [
-        ({"max_queued_bytes": 511 * MIB}, "--max-queued-mib: got 511, expected at least 512, wh"),
-        ({"max_queued_total_bytes": 511 * MIB}, "--max-queued-total-mib: got 511, expected at"),
-        ({"max_queued_total_requests": 63}, "--max-queued-total-requests: got 63, expected at"),
-        ({"device": "gpu"}, "--device: got 'gpu', expected cpu, cuda, cuda:N, null or model"),
-        ({"device": "cuda:999"}, r"--device: got 'cuda:999' with \d+ CUDA devices here"),
+        ({"queue": QueueLimits(bytes=511 * MIB)}, "--max-queued-mib: got 511, expected at l"),
+        ({"queue": QueueLimits(total_bytes=511 * MIB)}, "--max-queued-total-mib: got 511, ex"),
+        ({"queue": QueueLimits(total_requests=63)}, "--max-queued-total-requests: got 63, ex"),
+        (
+            {"job": {"device": "gpu"}},
+            "--device: got 'gpu', expected cpu, cuda, cuda:N, null or model",
+        ),
+        ({"job": {"device": "cuda:999"}}, r"--device: got 'cuda:999' with \d+ CUDA devices here"),
         ({"http_tokens": Path(), "allow_anyone": True}, "keys: got --http-tokens and --allow-any"),
         ({"sessions": SessionSettings(MIB, 2 * MIB)}, "--session-client-mib: got 2, .*at most 1"),
         ({"sessions": SessionSettings(spill_bytes=1)}, "--session-spill-mib: got no directory"),
         ({"sessions": SessionSettings(spill=Path("-"))}, "--session-spill -: got no directory"),
-        ({"tensor_parallel": 2, "device": "null"}, "--tensor-parallel: got --device null"),
+        ({"job": {"place": (0, 2), "device": "null"}}, "--tensor-parallel: got --device null"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
     model: Path, settings: dict[str, Any], expected: str
 ) -> None:
+    job = RankJob(model=model, **settings.get("job", {}))
     with pytest.raises(SettingsError, match=expected):
-        serve(ServiceSettings(model, "unix:///-/no-folder", **settings))
+        serve(ServiceSettings(**settings | {"job": job, "bind": "unix:///-/no-folder"}))
 
 
 def test_the_end_does_not_wait_for_a_list_that_cannot_be_read(

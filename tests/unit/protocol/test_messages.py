@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from gpu_side import encoding
-from gpu_side.encoding import Form, RequestReader, encode_reply, open_request, read_request
+from gpu_side.encoding import RequestReader, encode_reply, open_request, read_request
 from protocol.encoding import (
     MAX_ARRAY_LENGTH,
     MAX_DEPTH,
@@ -164,7 +164,7 @@ def test_framed_requests_that_deviate_are_refused() -> None:
 )
 def test_what_is_no_envelope_is_refused(frames: list[Buffer], code: ErrorCode, said: str) -> None:
     with pytest.raises(ProtocolError, match=said) as info:
-        open_request(frames, 100 if code is LIMIT else 2**20)
+        read_request(open_request(frames, 100 if code is LIMIT else 2**20))
     assert info.value.code is code
 
 
@@ -232,7 +232,7 @@ INLINE_REFUSED: dict[str, Rows] = {
 def test_inline_requests_that_deviate_are_refused() -> None:
     for method in BODIES:
         opened = open_request([msgpack.packb(_inline(method))], 2**20)
-        assert (opened.form, opened.request_id, opened.timeout_ms) == (Form.INLINE, 0, None)
+        assert (opened.form, opened.request_id, opened.timeout_ms) == ("inline", 0, None)
         assert read_request(opened).method == method
     # The published schema does not say whose dtype it is; ids have no other than int64.
     for dtype, reply_dtype in ((F32, "float32"), ("torch.int64", "float32")):
@@ -326,12 +326,12 @@ def _in_response(rows: Rows) -> Rows:
 
 
 def test_replies_that_deviate_are_refused() -> None:
-    init, *tensors = encode_reply(Form.FRAMED, 1, "Init", INIT_REPLY)
+    init, *tensors = encode_reply("framed", 1, "Init", INIT_REPLY)
     assert decode_reply([init, *tensors]).response == INIT_REPLY
-    assert msgpack.unpackb(encode_reply(Form.FRAMED, 7, "Linear", OUTPUT, TIMING)[0]) == ANSWER
-    (failed,) = encode_reply(Form.FRAMED, 7, "Linear", ErrorCode.INTERNAL)
+    assert msgpack.unpackb(encode_reply("framed", 7, "Linear", OUTPUT, TIMING)[0]) == ANSWER
+    (failed,) = encode_reply("framed", 7, "Linear", ErrorCode.INTERNAL)
     assert msgpack.unpackb(failed) == FAILURE | {"error": "INTERNAL"}
-    (health,) = encode_reply(Form.FRAMED, 7, "Health", HealthReply(**HEALTH_REPLY), TIMING)
+    (health,) = encode_reply("framed", 7, "Health", HealthReply(**HEALTH_REPLY), TIMING)
     assert decode_reply([health]).response == HealthReply(**HEALTH_REPLY)
     wrong = [
         *not_refused(decode_reply, ANSWER, ANSWER_REFUSED, [F4]),

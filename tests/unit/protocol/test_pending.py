@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply, open_request, read_request
+from gpu_side.encoding import encode_reply, open_request, read_request
 from gpu_side.service import open_listener
 from protocol import native
 from protocol.channel import OversizedRequestError
@@ -74,7 +74,7 @@ def test_a_reply_to_what_was_never_sent_fits_nothing(id_of: Callable[[int], int]
 def test_the_first_of_two_replies_to_a_request_counts() -> None:
     channel = ScriptedChannel()
     first, second = channel.submit(ASK), channel.submit(ASK)
-    error = encode_reply(Form.FRAMED, first, "LMHead", ErrorCode.INTERNAL)
+    error = encode_reply("framed", first, "LMHead", ErrorCode.INTERNAL)
     channel.script.extend([(_zeros(first), 1), (error, 1), (_zeros(second), 1)])
     channel.wait(second)
     assert isinstance(channel.wait(first).response, TensorReply)
@@ -137,7 +137,7 @@ def _reply(
     request_id: int, output: torch.Tensor = OUTPUT, method: str = "RingLinear"
 ) -> list[Buffer]:
     result = TensorReply(output=from_torch(output))
-    return encode_reply(Form.FRAMED, request_id, method, result, TIMING)
+    return encode_reply("framed", request_id, method, result, TIMING)
 
 
 @each_row("layout", [REQUEST, REPLY])
@@ -188,7 +188,7 @@ def test_a_message_of_several_tensors_goes_out_whole_and_in_order() -> None:
 def _timed(queue_us: int, compute_us: int) -> Callable[[int], list[Buffer]]:
     claim = Timing.model_construct(queue_us=queue_us, compute_us=compute_us)
     result = TensorReply(output=from_torch(OUTPUT))
-    return lambda request_id: encode_reply(Form.FRAMED, request_id, "RingLinear", result, claim)
+    return lambda request_id: encode_reply("framed", request_id, "RingLinear", result, claim)
 
 
 def _with(change: Callable[[bytes, Buffer], list[Buffer]]) -> Callable[[int], list[Buffer]]:
@@ -203,7 +203,7 @@ WRONG: list[tuple[Callable[[int], list[Buffer]], type[TsqpError]]] = [
     (lambda n: _reply(n, OUTPUT.view(OUT, ROWS)), ReplyError),
     (lambda n: _reply(n, OUTPUT.view(1, ROWS, OUT)), ReplyError),
     (lambda n: _reply(n, method="Linear"), ReplyError),
-    (lambda n: encode_reply(Form.FRAMED, n, "RingLinear", ErrorCode.INTERNAL), ServiceError),
+    (lambda n: encode_reply("framed", n, "RingLinear", ErrorCode.INTERNAL), ServiceError),
     (lambda n: [b"\xc1"], ProtocolError),
     (_with(lambda header, frame: [header]), ProtocolError),
     (_with(lambda header, frame: [header, frame, frame]), ProtocolError),

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from gpu_side.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import liveness, stream, stream_wire
 from protocol.errors import EndpointError, ErrorCode, ProtocolError, ServiceError
@@ -258,7 +258,7 @@ def test_replies_that_came_before_the_connection_was_lost_count(
     *answered, lost = (channel.submit(InitRequest()) for _ in range(3))
     incoming = take(first)
     for request_id in answered:
-        refusal = encode_reply(Form.FRAMED, request_id, "Init", ErrorCode.INTERNAL)
+        refusal = encode_reply("framed", request_id, "Init", ErrorCode.INTERNAL)
         assert first.send(incoming.route, refusal)
     first.close()
     assert channel.arrived(answered[0], time.monotonic() + 10)

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import zmq
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing
@@ -139,7 +139,7 @@ def our_pings(
 def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
     """Return the frames of a request and of its reply, as they are on the wire."""
     output = TensorReply(output=request.hidden_states)
-    reply = encode_reply(Form.FRAMED, 1, request.method, output, Timing(queue_us=1, compute_us=1))
+    reply = encode_reply("framed", 1, request.method, output, Timing(queue_us=1, compute_us=1))
     return list(encode_request(request, 1, _TIMEOUT_MS)), list(reply)
 
 

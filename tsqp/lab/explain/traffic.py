@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from protocol.channel import Channel
 from protocol.encoding import encode_request
 from protocol.messages import (
@@ -315,7 +315,7 @@ class StepTraffic:
             request = request.model_copy(update={"layer_idx": layer})
         request_id = next(self._ids[phase, service])
         sent = encode_request(request, request_id, headers.timeout_ms)
-        received = encode_reply(Form.FRAMED, request_id, request.method, reply, headers.timing)
+        received = encode_reply("framed", request_id, request.method, reply, headers.timing)
         return Cost(
             rpcs=1,
             bytes_sent=sum(memoryview(frame).nbytes for frame in sent),

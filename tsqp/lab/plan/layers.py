@@ -21,8 +21,8 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
-from gpu_side.served_model import ServedModel
 from gpu_side.tasks import Computed, RequestChecker, Task
+from gpu_side.weights import ServedModel
 from protocol import native
 from protocol.channel import Channel, WrappedChannel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES

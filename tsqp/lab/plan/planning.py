@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gpu_side.served_model import check_columns
+from gpu_side.weights import check_columns
 from protocol.errors import PolicyError, SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from gpu_side.served_model import PROVISION_FILE, Holds, Provision
+from gpu_side.weights import PROVISION_FILE, Holds, Provision
 from protocol.errors import FeatureKeyError, MaskError, ModelError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (

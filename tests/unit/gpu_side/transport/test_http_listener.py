@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu_side.access import HttpKeys, read_tokens
-from gpu_side.encoding import Form, encode_reply, open_request
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.service import open_listener
 from gpu_side.transport import http_gateway, http_listener
 from gpu_side.transport.http_gateway import Gateway
@@ -78,7 +78,7 @@ def _status(address: tuple[str, int], request: bytes) -> int:
 
 def _answer(listener: HttpListener, incoming: Incoming) -> bool:
     opened = open_request(incoming.frames, 2**30)
-    frames = encode_reply(Form.FRAMED, opened.request_id, opened.method, ErrorCode.INTERNAL)
+    frames = encode_reply("framed", opened.request_id, opened.method, ErrorCode.INTERNAL)
     return listener.send(incoming.route, frames)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import zmq
 
-from gpu_side.encoding import Form, encode_reply
+from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import load_weights
 from protocol.curve import ClientKeys
@@ -220,7 +220,7 @@ def test_an_init_reply_of_many_layers_fits(directory: Path) -> None:
     kinds = ("input_layernorm", "post_attention_layernorm")
     norms = {f"layer_{n}_{kind}": norm for n in range(400) for kind in kinds}
     large = reply.model_copy(update={"norm_weights": norms | {"final_norm": norm}})
-    frames = encode_reply(Form.FRAMED, 1, "Init", large, Timing(queue_us=1, compute_us=1))
+    frames = encode_reply("framed", 1, "Init", large, Timing(queue_us=1, compute_us=1))
     sizes = {"num_hidden_layers": 400, "hidden_size": 1024}
     bound = init_reply_bytes(read_config(directory).model_copy(update=sizes))
     assert sum(len(frame) for frame in frames) < bound + 16 * 1024
