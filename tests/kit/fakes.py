@@ -5,7 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,12 +19,15 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.prepared import Exchange, Traffic
+from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
+
+# What `Channel.start` is called with.
+Asked: TypeAlias = tuple[PreparedRequest, Payload]
 
 
 @dataclass
@@ -73,39 +76,41 @@ class FakeConnection(Channel):
     def limit_messages(self, max_message_bytes: int) -> None:
         self.limit = min(self.limit, max_message_bytes)
 
-    def submit(
-        self, request: Any, timeout_s: float | None = None, *, send_within_s: float | None = None
-    ) -> int:
+    def submit(self, request: InitRequest, timeout_s: float, *, send_within_s: float) -> int:
+        # A service that is not there is found out long before the handshake's own time is up.
+        assert send_within_s < timeout_s
+        service = self.service
+        service.nonces.append(request.nonce)
+        self._note_sent("Init", request)
+        if not service.up and time.monotonic() < service.comes_back:
+            raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
+        if service.swallows:
+            service.swallows -= 1
+            self._swallowed[self._last_id] = time.monotonic() + timeout_s
+        return self._last_id
+
+    def start(self, prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
+        assert timeout_s is not None
+        request, service = prepared.request(payload), self.service
+        if request.hidden_states.payload_bytes > self.limit:
+            raise OversizedRequestError(
+                self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
+            )
+        if service.answers and service.answers[0] == "lost at submit":
+            service.answers.popleft()
+            raise lost(self.endpoint)
+        self._require_connection()
+        service.got.append(payload)
+        service.given_s.append(timeout_s)
+        self._note_sent("request", request)
+        return self._last_id
+
+    def _note_sent(self, event: str, request: Any) -> None:
         assert self.one_connection
         assert not self.closed
-        assert timeout_s is not None
-        # A service that is not there is found out long before the handshake's own time is up.
-        assert isinstance(request, InitRequest) == (send_within_s is not None)
-        assert send_within_s is None or send_within_s < timeout_s
-        service = self.service
+        self.service.events.append(event)
         self._last_id += 1
-        if isinstance(request, InitRequest):
-            service.events.append("Init")
-            service.nonces.append(request.nonce)
-            if not service.up and time.monotonic() < service.comes_back:
-                raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
-            if service.swallows:
-                service.swallows -= 1
-                self._swallowed[self._last_id] = time.monotonic() + timeout_s
-        else:
-            if request.hidden_states.payload_bytes > self.limit:
-                raise OversizedRequestError(
-                    self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
-                )
-            if service.answers and service.answers[0] == "lost at submit":
-                service.answers.popleft()
-                raise lost(self.endpoint)
-            self._require_connection()
-            service.got.append(request)
-            service.given_s.append(timeout_s)
-            service.events.append("request")
         self._waiting[self._last_id] = request
-        return self._last_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         if request_id in self._swallowed:
@@ -231,6 +236,13 @@ def wrong() -> VerificationError:
     return VerificationError("down_proj", got="a wrong product", expected="x W")
 
 
-def ask(value: float = 1.0, elements: int = 4) -> LMHeadRequest:
-    """Return a request that is its own answer."""
-    return LMHeadRequest(hidden_states=from_torch(torch.full((elements,), value)))
+def ask(value: float = 1.0, elements: int = 4) -> Asked:
+    """Return a request that is its own answer, and its tensor."""
+    tensor = torch.full((elements,), value)
+    message = LMHeadRequest(hidden_states=from_torch(tensor))
+    return PreparedRequest(message, (elements,), "float32"), tensor
+
+
+def call(channel: Any, asked: Asked, timeout_s: float | None = None) -> Exchange:
+    found: Exchange = channel.wait(channel.start(*asked, timeout_s))
+    return found

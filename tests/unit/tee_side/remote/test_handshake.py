@@ -36,7 +36,8 @@ def _check(directory: Path, **settings: Any) -> ServiceCheck:
 
 
 def _said(directory: Path) -> InitReply:
-    reply = LoopbackChannel(directory).call(InitRequest()).response
+    channel = LoopbackChannel(directory)
+    reply = channel.wait(channel.submit(InitRequest())).response
     assert isinstance(reply, InitReply)
     return reply
 
