@@ -5,7 +5,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +19,12 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
-
-# What `Channel.start` is called with.
-Asked: TypeAlias = tuple[PreparedRequest, Payload]
 
 
 @dataclass
@@ -81,16 +78,15 @@ class FakeConnection(Channel):
         assert send_within_s < timeout_s
         service = self.service
         service.nonces.append(request.nonce)
-        self._note_sent("Init", request)
+        request_id = self._note_sent("Init", request)
         if not service.up and time.monotonic() < service.comes_back:
             raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
         if service.swallows:
             service.swallows -= 1
-            self._swallowed[self._last_id] = time.monotonic() + timeout_s
-        return self._last_id
+            self._swallowed[request_id] = time.monotonic() + timeout_s
+        return request_id
 
-    def start(self, prepared: Any, payload: Any, timeout_s: float | None = None) -> int:
-        assert timeout_s is not None
+    def start(self, prepared: Any, payload: Any, timeout_s: float) -> int:  # type: ignore[override]
         request, service = prepared.request(payload), self.service
         if request.hidden_states.payload_bytes > self.limit:
             raise OversizedRequestError(
@@ -102,15 +98,15 @@ class FakeConnection(Channel):
         self._require_connection()
         service.got.append(payload)
         service.given_s.append(timeout_s)
-        self._note_sent("request", request)
-        return self._last_id
+        return self._note_sent("request", request)
 
-    def _note_sent(self, event: str, request: Any) -> None:
+    def _note_sent(self, event: str, request: Any) -> int:
         assert self.one_connection
         assert not self.closed
         self.service.events.append(event)
         self._last_id += 1
         self._waiting[self._last_id] = request
+        return self._last_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         if request_id in self._swallowed:
@@ -236,13 +232,12 @@ def wrong() -> VerificationError:
     return VerificationError("down_proj", got="a wrong product", expected="x W")
 
 
-def ask(value: float = 1.0, elements: int = 4) -> Asked:
+def ask(value: float = 1.0, elements: int = 4) -> tuple[PreparedRequest, torch.Tensor]:
     """Return a request that is its own answer, and its tensor."""
     tensor = torch.full((elements,), value)
     message = LMHeadRequest(hidden_states=from_torch(tensor))
     return PreparedRequest(message, (elements,), "float32"), tensor
 
 
-def call(channel: Any, asked: Asked, timeout_s: float | None = None) -> Exchange:
-    found: Exchange = channel.wait(channel.start(*asked, timeout_s))
-    return found
+def call(channel: Any, asked: Any, timeout_s: float | None = None) -> Any:
+    return channel.wait(channel.start(*asked, timeout_s))

@@ -20,7 +20,6 @@ from tsqp.link import Link, ModelledLink
 REPLY = TensorReply(output=from_torch(torch.ones(1)))
 ROWS = torch.zeros(250_000)
 MEGABYTE = PreparedRequest(LMHeadRequest(hidden_states=from_torch(ROWS)), (1,), "float32")
-HEADER = MEGABYTE.request_bytes - 1_000_000
 
 
 class Clock:
@@ -64,7 +63,7 @@ def test_impossible_links_are_refused(gbps: float | None, rtt_us: float) -> None
     ("link", "timing", "elapsed_ns", "expected_ns"),
     [
         (Link(None, 0.0), None, 1000, 1000),  # the real transport's own time remains
-        (Link(8.0, 200.0), None, 1000, HEADER + 1_000_000 + 1000 + 200_000),
+        (Link(8.0, 200.0), None, 1000, MEGABYTE.request_bytes + 1000 + 200_000),
         (Link(None, 200.0), Timing(queue_us=30, compute_us=40), 90_000, 270_000),
         # It cannot have taken longer than until the reply was really there.
         (Link(None, 200.0), Timing(queue_us=10**9, compute_us=40), 90_000, 290_000),
@@ -86,7 +85,7 @@ def test_a_reply_comes_when_the_link_has_carried_it(
 
 def test_requests_and_replies_queue_behind_each_other(clock: Clock) -> None:
     channel = ModelledLink(instant(), Link(8.0, 100.0))
-    size = 1_000_000 + HEADER
+    size = MEGABYTE.request_bytes
     first, second = (channel.start(MEGABYTE, ROWS) for _ in range(2))
     began_ns = channel.wait(first).sent_ns
     assert began_ns + size + 1000 + 100_000 <= clock.now_ns
@@ -99,9 +98,7 @@ def test_deadline_holds_over_the_link(clock: Clock) -> None:
     real = instant()
     channel = ModelledLink(real, Link(None, 3e6), timeout_s=1.0)
     began_ns = clock.now_ns
-    with pytest.raises(
-        DeadlineExceededError, match="reply to LMHead within 1 s over a modelled"
-    ):
+    with pytest.raises(DeadlineExceededError, match="reply to LMHead within 1 s over a modelled"):
         channel.wait(channel.start(MEGABYTE, ROWS))
     assert 10**9 <= clock.now_ns - began_ns < 1.001e9
     channel.wait(channel.start(MEGABYTE, ROWS, 4.0))

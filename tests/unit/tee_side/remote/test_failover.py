@@ -29,7 +29,6 @@ from tee_side.remote.services import member
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import (
-    Asked,
     FakeConnection,
     FakeService,
     World,
@@ -60,11 +59,10 @@ def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
     return (*world.add("a", "b"), world.replicas("a", "b"))
 
 
-def _segment(start: int) -> Asked:
+def _segment(start: int) -> Any:
     parts = torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])
     tensors = Payloads((torch.zeros(1, 4), parts, torch.tensor([0])))
-    names = ("hidden_states", "parts", "outputs")
-    fields = dict(zip(names, map(from_torch, tensors), strict=True))
+    fields = dict(zip(("hidden_states", "parts", "outputs"), map(from_torch, tensors), strict=True))
     message = SegmentRequest(first_layer=0, last_layer=1, **fields)
     return PreparedRequest(message, (1, 4), "float32"), tensors
 
@@ -119,7 +117,7 @@ def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> N
     ],
 )
 def test_what_one_service_fails_at_another_is_asked(
-    answer: Any, request_of: Callable[[], Asked], asked: int, back: bool
+    answer: Any, request_of: Callable[[], Any], asked: int, back: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock, world = stopped_clock(patch), World()

@@ -36,8 +36,7 @@ def _check(directory: Path, **settings: Any) -> ServiceCheck:
 
 
 def _said(directory: Path) -> InitReply:
-    channel = LoopbackChannel(directory)
-    reply = channel.wait(channel.submit(InitRequest())).response
+    reply = LoopbackChannel(directory).answer(InitRequest())
     assert isinstance(reply, InitReply)
     return reply
 
