@@ -43,7 +43,7 @@ from tee_side.words import Operator
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 
 @dataclass(frozen=True)

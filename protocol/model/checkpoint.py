@@ -36,7 +36,7 @@ from protocol.model.files import OpenFile, is_there, opened, parse_object, read_
 from protocol.validation import Strict, validate_file
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest, TensorPin
+    from protocol.model.at_rest import Manifest, TensorPin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

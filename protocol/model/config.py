@@ -24,7 +24,7 @@ from protocol.model.files import find_file, read_json
 from protocol.validation import M, Strict, validate_file
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 ArchitectureName = Literal[
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"

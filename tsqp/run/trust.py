@@ -14,8 +14,8 @@ from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
+    from protocol.model.at_rest import Manifest
     from protocol.model.config import ModelConfig
-    from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import AdditiveMask
@@ -46,7 +46,7 @@ def open_seal(
     given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command)
     if release is None and all(one is None for one in (*given, digest)):
         return
-    from protocol.model.sealed import SealedModel
+    from protocol.model.at_rest import SealedModel
     from tsqp.key_files import provided_key
 
     seal = SealedModel(directory, provided_key(*given, release), digest)
@@ -72,7 +72,7 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
             digest is None, "--manifest-digest", "no --manifest", "the file that it is of"
         )
         return None
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
     found = Manifest.load(path, digest)
     for settings_file, content in settings.source.files:
