@@ -133,12 +133,20 @@ class Keystream:
 
     def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Return `rows` of several sites, by number. `sizes`: features of each."""
-        drawn = self._drawn(indices, {site: 4 * features for site, features in sizes.items()})
-        counts = [len(indices) * features for features in sizes.values()]
+        counts = {site: 4 * features for site, features in sizes.items()}
+        self._check(indices, counts)
+        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
+        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
+        for site, count in counts.items():
+            for index in indices:
+                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+                context.update_into(zeros[:count], left[:count])
+                left = left[count:]
         if not drawn:  # torch refuses an empty buffer
             words = [torch.empty(0, dtype=torch.int32)] * len(sizes)
         else:
-            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(counts))
+            rows = [len(indices) * features for features in sizes.values()]
+            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(rows))
         shapes = zip(sizes.items(), words, strict=True)
         return {site: part.view(len(indices), features) for (site, features), part in shapes}
 
@@ -172,18 +180,6 @@ class Keystream:
             if not (0 <= site < 2**32 and 0 <= count <= MAX_KEYSTREAM_BYTES):
                 expected = f"32 bits, and at most {MAX_KEYSTREAM_BYTES} bytes"
                 raise ValueError(f"keystream: got site {site}, {count} bytes, expected {expected}")
-
-    def _drawn(self, indices: range, counts: Mapping[int, int]) -> bytearray:
-        """Return `counts` bytes of each site: of consecutive indices, one after the other."""
-        self._check(indices, counts)
-        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
-        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
-        for site, count in counts.items():
-            for index in indices:
-                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
-                context.update_into(zeros[:count], left[:count])
-                left = left[count:]
-        return drawn
 
 
 def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.channel import Channel
-from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
+from protocol.errors import AbsentError, DeadlineExceededError, EndpointError
 from protocol.prepared import Traffic
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
@@ -98,7 +98,11 @@ class Services:
                         log_waiting(member.endpoint, deadline, "--connect-timeout-s")
         for group in self._groups:
             if not group.is_ready:
-                raise _no_reply(group, timeout_s)
+                errors = {one.endpoint: one.error or _silent(one.endpoint) for one in group.members}
+                # A lone one that has said what is wrong is not said to be late.
+                silent = any(isinstance(one, DeadlineExceededError) for one in errors.values())
+                waited_s = timeout_s if silent or len(errors) > 1 else None
+                raise aggregate_errors("Init", errors, waited_s)
         for _, member in missing:
             warn("service_missing", member, member.error or _silent(member.endpoint))
 
@@ -114,14 +118,6 @@ class Services:
         """Disconnect from all."""
         for group in self._groups:
             group.close()
-
-
-def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
-    errors = {member.endpoint: member.error or _silent(member.endpoint) for member in group.members}
-    for error in errors.values():
-        if len(errors) == 1 and not isinstance(error, DeadlineExceededError):
-            return error
-    return aggregate_errors("Init", errors, timeout_s)
 
 
 def _silent(endpoint: str) -> DeadlineExceededError:
