@@ -76,9 +76,9 @@ class FakeConnection(Channel):
     def submit(self, request: InitRequest, timeout_s: float, *, send_within_s: float) -> int:
         # A service that is not there is found out long before the handshake's own time is up.
         assert send_within_s < timeout_s
-        service = self.service
+        service, request_id = self.service, self._asked(request)
+        service.events.append("Init")
         service.nonces.append(request.nonce)
-        request_id = self._note_sent("Init", request)
         if not service.up and time.monotonic() < service.comes_back:
             raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
         if service.swallows:
@@ -88,6 +88,7 @@ class FakeConnection(Channel):
 
     def start(self, prepared: Any, payload: Any, timeout_s: float) -> int:  # type: ignore[override]
         request, service = prepared.request(payload), self.service
+        request_id = self._asked(request)
         if request.hidden_states.payload_bytes > self.limit:
             raise OversizedRequestError(
                 self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
@@ -98,20 +99,19 @@ class FakeConnection(Channel):
         self._require_connection()
         service.got.append(payload)
         service.given_s.append(timeout_s)
-        return self._note_sent("request", request)
+        service.events.append("request")
+        return request_id
 
-    def _note_sent(self, event: str, request: Any) -> int:
+    def _asked(self, request: Any) -> int:
         assert self.one_connection
         assert not self.closed
-        self.service.events.append(event)
         self._last_id += 1
         self._waiting[self._last_id] = request
         return self._last_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         if request_id in self._swallowed:
-            end = min(until, self._swallowed[request_id])
-            time.sleep(max(0.0, end - time.monotonic()))
+            time.sleep(max(0.0, min(until, self._swallowed[request_id]) - time.monotonic()))
             return False
         if isinstance(self._waiting[request_id], InitRequest):
             return True
@@ -123,7 +123,6 @@ class FakeConnection(Channel):
         self._require_connection()
         if request_id in self._swallowed:
             raise DeadlineExceededError(self.endpoint, got="no reply to Init", expected="one")
-        response: Any
         if isinstance(request, InitRequest):
             response = SimpleNamespace(
                 instance_id=service.instance or self.endpoint,
@@ -193,8 +192,7 @@ class World:
         timeout_s: float = 5.0,
         connect_s: float = 1.0,
     ) -> Services:
-        options = ConnectOptions(self.open, self.verify, timeout_s=timeout_s)
-        made = Services(groups, layers, options)
+        made = Services(groups, layers, ConnectOptions(self.open, self.verify, timeout_s=timeout_s))
         self.made.append(made)
         made.connect(connect_s)
         return made

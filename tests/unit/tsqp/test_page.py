@@ -106,8 +106,7 @@ def client() -> TestClient:
         return PlainTextResponse("answer")
 
     totals = mock.Mock(return_value=Totals(pads_ready=5, pads_in_tee=1))
-    settings = mock.Mock(model=DEMO)
-    runner = mock.Mock(settings=settings, dtype=torch.float32, totals=totals)
+    runner = mock.Mock(settings=mock.Mock(model=DEMO), dtype=torch.float32, totals=totals)
     runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])

@@ -467,6 +467,5 @@ def test_a_process_that_was_stopped_looks_at_what_has_come_before_giving_up(
     # The handshake itself has more time than that.
     monkeypatch.setattr(member, "_HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(FakeConnection, "arrived", stopped)
-    found = world.replicas("a", "b")
-    assert [one.session is not None for one in found.members] == [True] * 2
+    assert [one.session is not None for one in world.replicas("a", "b").members] == [True] * 2
     assert looks["a"] == 2
