@@ -74,7 +74,8 @@ class Services:
         deadline = time.monotonic() + timeout_s
         grace, tell = deadline, time.monotonic() + TELL_S
         late = False
-        while (missing := self._missing()) and not late:
+        members = [(group, member) for group in self._groups for member in group.members]
+        while (missing := [pair for pair in members if pair[1].session is None]) and not late:
             enough = all(group.is_ready for group in self._groups)
             if enough:
                 grace = min(grace, time.monotonic() + _GRACE_S)
@@ -105,14 +106,6 @@ class Services:
                 raise aggregate_errors("Init", errors, waited_s)
         for _, member in missing:
             warn("service_missing", member, member.error or _silent(member.endpoint))
-
-    def _missing(self) -> list[tuple[Replicas, Member]]:
-        return [
-            (group, member)
-            for group in self._groups
-            for member in group.members
-            if member.session is None
-        ]
 
     def close(self) -> None:
         """Disconnect from all."""
