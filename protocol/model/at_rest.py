@@ -48,7 +48,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, PrivateAttr, model_validator
 
-from protocol.errors import ManifestError, ModelError, SealError, shown
+from protocol.errors import InputError, ManifestError, ModelError, SealError, shown
 from protocol.messages import Digest
 from protocol.model.files import (
     SEALED_MAGIC,
@@ -167,10 +167,8 @@ class Manifest(Strict):
 
         Raises ManifestError that names file and field: missing, malformed, not that digest.
         """
-        try:
+        with _refused_as(ManifestError):
             content = read_bytes(path, MAX_MANIFEST_BYTES, inside=False)
-        except ModelError as error:
-            raise ManifestError(error.where, error.got, error.expected) from None
         found = hashlib.sha256(content).hexdigest()
         wanted = found if digest is None else digest
         ManifestError.unless(
@@ -319,7 +317,7 @@ class _SealedFile(OpenFile):
         for chunk in range(offset // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
             first = chunk * CHUNK_BYTES
             sealed = bytearray(min(CHUNK_BYTES, self.size - first) + TAG_BYTES)
-            with _as_seal_error():
+            with _refused_as(SealError, _AS_SEALED):
                 self._stored.fill(memoryview(sealed), HEADER_BYTES + first + chunk * TAG_BYTES)
             with SealError.instead_of(
                 InvalidTag, f"{self.path}: chunk {chunk}", _CHANGED, _AS_SEALED
@@ -332,7 +330,7 @@ class _SealedFile(OpenFile):
 
 def read_index(path: Path) -> bytes:
     """Read `sealed.tsqp`. Raises SealError."""
-    with _as_seal_error():
+    with _refused_as(SealError, _AS_SEALED):
         return read_bytes(path, _MAX_INDEX_BYTES, inside=False)
 
 
@@ -365,7 +363,7 @@ def key_id(key: bytes) -> str:
 def _checked(path: Path, file: FileSeal, content_key: bytes) -> ChunkCipher:
     """Check size and header of a file. Raises SealError that names it."""
     header = bytearray(HEADER_BYTES)
-    with _as_seal_error(), opened(path, inside=False, stored=True) as stored:
+    with _refused_as(SealError, _AS_SEALED), opened(path, inside=False, stored=True) as stored:
         stored.fill(memoryview(header), 0)
     same = hashlib.sha256(header).hexdigest() == file.header
     SealError.unless(same, str(path), "the header of another file, or of another seal", _AS_SEALED)
@@ -378,9 +376,9 @@ def _checked(path: Path, file: FileSeal, content_key: bytes) -> ChunkCipher:
 
 
 @contextmanager
-def _as_seal_error() -> Iterator[None]:
-    """Have a file that cannot be read refused as one of a seal."""
+def _refused_as(kind: type[InputError], expected: str | None = None) -> Iterator[None]:
+    """Have a file that cannot be read refused by an error of this kind; `expected`: instead."""
     try:
         yield
     except ModelError as error:
-        raise SealError(error.where, error.got, _AS_SEALED) from None
+        raise kind(error.where, error.got, expected or error.expected) from None
