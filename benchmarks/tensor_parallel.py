@@ -20,7 +20,7 @@ from itertools import cycle
 import torch
 
 from benchmarks.harness import Fields, Found, Options, Place, main, say
-from protocol.channel import Channel
+from protocol.channel import PendingChannel
 from protocol.messages import (
     FUSED_MODULES,
     LinearOperator,
@@ -52,7 +52,7 @@ def request_of(
 
 
 def times_us(
-    channels: Sequence[Channel], requests: list[Request], rounds: int, quantile: float
+    channels: Sequence[PendingChannel], requests: list[Request], rounds: int, quantile: float
 ) -> list[float]:
     """Return a quantile of the round trips of each channel; they are asked in turns, in blocks.
 
@@ -65,7 +65,7 @@ def times_us(
     return [taken[int(quantile * (len(taken) - 1))] for taken in counted]
 
 
-def _ask(channel: Channel, requests: Iterator[Request]) -> None:
+def _ask(channel: PendingChannel, requests: Iterator[Request]) -> None:
     channel.call(next(requests))
 
 
@@ -78,7 +78,7 @@ def measure(options: Options, place: Place) -> Found:
     results: list[Fields] = []
     torch.set_num_threads(1)
     model = place.model(shape, linear=True)
-    channels: list[Channel] = []
+    channels: list[PendingChannel] = []
     for ranks, threads in ((1, len(cores)), (2, len(cores) // 2), (1, len(cores) // 2)):
         endpoint = place.service(
             model,

@@ -1,7 +1,7 @@
 """How a request reaches the service and its reply comes back, whatever carries the bytes.
 
 `Channel` is the client's end; `protocol.transport.open_channel` makes one. The service's end is the
-GPU side's own business. Several requests may be in flight: `submit` returns at once, `wait` returns
+GPU side's own business. Several requests may be in flight: `start` returns at once, `wait` returns
 the reply to one of them. A channel belongs to one thread.
 
 `PendingChannel` is all of a channel but the transport, which a subclass adds in three methods: what
@@ -60,40 +60,32 @@ class Channel(Protocol):
     endpoint: str
     traffic: Traffic
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """Send a request and return its id. Raises EndpointError, ProtocolError (too large)."""
-
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
-        """Send a prepared request with these tensors, and return its id. Raises as `submit` does.
+        """Send a prepared request with these tensors, and return its id.
 
-        Each must be of the prepared shape and dtype (ProtocolError), and must not be written
-        to from now on (`protocol.tensors.raw_bytes`). `PreparedRequest.output` reads the reply. A
-        channel that looks into messages may inherit this, which goes through `submit`.
+        Each must be of the prepared shape and dtype, and must not be written to from now on
+        (`protocol.tensors.raw_bytes`). `PreparedRequest.output` reads the reply. Raises
+        EndpointError, and ProtocolError for another form, or a request that is too large.
         """
-        return self.submit(prepared.request(payload), timeout_s)
 
     def wait(self, request_id: int) -> Exchange:
-        """Return the reply to a submitted request.
+        """Return the reply to a request that was sent.
 
         Raises DeadlineExceededError, EndpointError (the connection was lost), ServiceError (an
         error reply), ProtocolError (undecodable, or an id that was never sent) and ReplyError (a
         reply to another operator).
         """
 
-    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
-        """Submit and wait."""
-        return self.wait(self.submit(request, timeout_s))
-
     def abandon(self, request_id: int) -> None:
-        """Stop waiting for a submitted request; its reply is dropped. Unknown ids do nothing."""
+        """Stop waiting for a request; its reply is dropped. Unknown ids do nothing."""
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """Ask the service that sent this no more: a wrong result, or one of a wrong form.
 
         Raises `error` where no other service is left to ask, as none is for a channel to one
-        service; else the same request may be submitted again.
+        service; else the same request may be sent again.
         """
         raise error
 
@@ -233,7 +225,10 @@ class PendingChannel(Channel):
         *,
         send_within_s: float = float("inf"),
     ) -> int:
-        """See `Channel.submit`. `send_within_s`: as long as sending may take, if less than all."""
+        """Send any request and return its id. Raises EndpointError, ProtocolError (too large).
+
+        `send_within_s`: as long as sending may take, if less than all.
+        """
         begun_ns = time.perf_counter_ns()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS)
@@ -245,6 +240,10 @@ class PendingChannel(Channel):
             bytes_sent=sum(map(len, frames)),
         )
         return self._begin(pending, frames, begun_ns, min(timeout_s, send_within_s))
+
+    def call(self, request: Request, timeout_s: float | None = None) -> Exchange:
+        """Submit and wait."""
+        return self.wait(self.submit(request, timeout_s))
 
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None

@@ -174,7 +174,7 @@ class PreparedRequest:
         return list(map(raw_bytes, tensors))
 
     def request(self, payload: Payload) -> Preparable:
-        """Return the whole message with this payload, for `Channel.submit`."""
+        """Return the whole message with this payload."""
         tensors = payload if isinstance(payload, Payloads) else (payload,)
         filled = zip(self._tensors, map(from_torch, tensors), strict=True)
         return self.message.model_copy(update=dict(filled))

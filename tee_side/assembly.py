@@ -431,6 +431,6 @@ def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> Tran
             "no package that reads keys of such masks",
             "one that registers 'feature' in the entry points tsqp.keys, as tsqp does",
         )
-    key = load_entry_point(entry).load(path)
+    key: TransformKey = load_entry_point(entry).load(path)
     key.check(parts.config, parts.checkpoint, mask)
     return key

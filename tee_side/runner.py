@@ -43,7 +43,7 @@ from tee_side.words import Operator
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunnerSettings:
     `keys`: none, one for all services, or one for each in the order of `gpu`.
     `heartbeat_timeout_s`: see `protocol.zmq_channel`. `shares_in_the_clear`: whether a policy with
     shares may use links of this machine without keys, whose observer adds the shares.
-    `appraise_service`: see `tee_side.remote.attested`; a policy with attested services needs it.
+    `appraise_service`: see `tee_side.attest.appraisal`; a policy with attested services needs it.
     `kernels`: see `protocol.native.use`, None: those in use. `http`: for services, by their URL.
     """
 

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from gpu_side.kernels import wait_until
 from protocol.channel import Channel, WrappedChannel
 from protocol.errors import DeadlineExceededError, SettingsError
-from protocol.messages import Request
 from protocol.prepared import Exchange, Payload, PreparedRequest
-from protocol.tensors import WireTensor
-
-# Of a request; the channel says how large a message was only with the reply.
-_HEADER_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +76,18 @@ class ModelledLink(WrappedChannel):
         self._there_free_ns = 0
         self._back_free_ns = 0
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        request_id = self._channel.submit(request, timeout_s)
-        values = (getattr(request, name) for name in type(request).model_fields)
-        tensors = sum(value.payload_bytes for value in values if isinstance(value, WireTensor))
-        return self._note_sent(request_id, request.method, _HEADER_BYTES + tensors, timeout_s)
-
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
         """See `Channel.start`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         request_id = self._channel.start(prepared, payload, timeout_s)
-        return self._note_sent(request_id, prepared.method, prepared.request_bytes, timeout_s)
-
-    def _note_sent(self, request_id: int, method: str, size: int, timeout_s: float) -> int:
         now_ns = time.perf_counter_ns()
-        self._there_free_ns = max(self._there_free_ns, now_ns) + self.link.transfer_ns(size)
+        begin_ns = max(self._there_free_ns, now_ns)
+        self._there_free_ns = begin_ns + self.link.transfer_ns(prepared.request_bytes)
         arrival_ns = self._there_free_ns + self.link.one_way_ns
-        self._sent[request_id] = method, arrival_ns, now_ns + int(timeout_s * 1e9), timeout_s
+        deadline_ns = now_ns + int(timeout_s * 1e9)
+        self._sent[request_id] = prepared.method, arrival_ns, deadline_ns, timeout_s
         return request_id
 
     def wait(self, request_id: int) -> Exchange:

@@ -1,6 +1,6 @@
 """A model directory at rest: pinned by a manifest, and sealed. Made where the disk is trusted.
 
-`protocol.model.manifest` and `protocol.model.sealed` have the formats.
+`protocol.model.at_rest` has the formats.
 """
 
 import hashlib
@@ -11,30 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from protocol.errors import ManifestError, ModelError, SealError
-from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
-from protocol.model.config import read_config
-from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
-from protocol.model.manifest import (
-    MANIFEST_VERSION,
-    PINNED_FILES,
-    FilePin,
-    Manifest,
-    PinnedFile,
-    TensorPin,
-)
-from protocol.model.sealed import (
+from protocol.model.at_rest import (
     CHUNK_BYTES,
     KEY_BYTES,
+    MANIFEST_VERSION,
+    PINNED_FILES,
     SALT_BYTES,
     SEAL_FILE,
     ChunkCipher,
+    FilePin,
     FileSeal,
+    Manifest,
+    PinnedFile,
     SealedModel,
     SealIndex,
+    TensorPin,
     read_index,
     unwrap,
     wrap,
 )
+from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
+from protocol.model.config import read_config
+from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 
 # Told how much is done by now, and how much there is in all: tensors, or bytes that are sealed.
 Progress = Callable[[int, int], None]

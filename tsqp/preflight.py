@@ -15,6 +15,7 @@ from protocol.curve import ClientKeys
 from protocol.endpoint import one_for_each
 from protocol.errors import ReplyError, TsqpError
 from protocol.messages import FUSED_MODULES, NONCE_BYTES, InitReply, InitRequest
+from protocol.model.at_rest import Manifest
 from protocol.model.checkpoint import (
     Checkpoint,
     light_tensors,
@@ -24,7 +25,6 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import find_file
-from protocol.model.manifest import Manifest
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.policy.placement import Policy

@@ -21,7 +21,6 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
@@ -32,11 +31,11 @@ from pydantic import Field, model_validator
 from protocol.errors import ModelError, describe, shown
 from protocol.messages import ModuleName
 from protocol.model.config import ModelConfig
-from protocol.model.files import OpenFile, is_there, opened, parse_object, read_json, rows_per_block
+from protocol.model.files import is_there, opened, parse_object, read_json, rows_per_block
 from protocol.validation import Strict, validate_file
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest, TensorPin
+    from protocol.model.at_rest import Manifest, TensorPin
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -133,23 +132,16 @@ def parse_header(start: bytes, size: int, where: str) -> Header:
 
 
 class TensorFile:
-    """One safetensors file whose header has been checked. Raises ModelError that names it."""
+    """One safetensors file whose header has been checked. Raises ModelError that names it.
+
+    `stamp`: the file's, as it was then.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with opened(path) as file:
-            self._stamp = file.stamp
+            self.stamp = file.stamp
             self.header = parse_header(file.start(8 + MAX_HEADER_BYTES), file.size, str(path))
-
-    @contextmanager
-    def reading(self, name: str) -> Iterator[OpenFile]:
-        """Open the file again for a tensor. Raises ModelError if it is another file by now."""
-        with opened(self.path) as file:
-            where = f"{self.path}: {shown(name)}"
-            same = file.stamp == self._stamp
-            got = "another content since the file was checked"
-            ModelError.unless(same, where, got, "the same")
-            yield file
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -330,7 +322,9 @@ class Checkpoint:
             size = 1  # a block is read whole only where it is verified
         buffer = torch.empty(size * entry.row_bytes, dtype=torch.uint8)
         begin = file.header.data_begin + entry.data_offsets[0]
-        with file.reading(name) as reading:
+        with opened(file.path) as reading:
+            got = "another content since the file was checked"
+            ModelError.unless(reading.stamp == file.stamp, where, got, "the same")
             for block in sorted({row // size for row in wanted}):
                 rows = slice(block * size, min(entry.shape[0], (block + 1) * size))
                 part = buffer[: (rows.stop - rows.start) * entry.row_bytes]

@@ -24,7 +24,7 @@ from protocol.model.files import find_file, read_json
 from protocol.validation import M, Strict, validate_file
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 ArchitectureName = Literal[
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
@@ -62,7 +62,6 @@ class Architecture:
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ATTENTION = dict.fromkeys((*_QKV, "o_proj"), "attention_bias")
-_MLP = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias")
 
 LLAMA = Architecture(
     norms={name: Weight(name, "D") for name in ("input_layernorm", "post_attention_layernorm")},
@@ -75,7 +74,7 @@ LLAMA = Architecture(
         "up_proj": Weight("mlp.up_proj", "F"),
         "down_proj": Weight("mlp.down_proj", "D", "F"),
     },
-    biases={**_ATTENTION, **_MLP},
+    biases=_ATTENTION | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias"),
 )
 _HEAD_NORMS = {"q_norm": Weight("self_attn.q_norm", "C"), "k_norm": Weight("self_attn.k_norm", "C")}
 

@@ -4,8 +4,8 @@ A model directory is not trusted: a name in it may be a link out of it, a pipe w
 writer, a device without an end. Nothing is mapped into memory: a mapping ends the process when
 the file is cut, and changes under the code that has just checked it.
 
-Files of a directory that is sealed (`protocol.model.sealed`) are read here as what was sealed: code
-above sees names, sizes and bytes of the plain model.
+Files of a directory that is sealed (`protocol.model.at_rest`) are read here as what was sealed:
+code above sees names, sizes and bytes of the plain model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from protocol.errors import InputError, ModelError, SealError, describe, shown
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -37,7 +37,7 @@ _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
 SEALED_MAGIC = b"TSQPSEA1"
 # An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
-# Of a tensor, as it is read and pinned (`protocol.model.manifest`).
+# Of a tensor, as it is read and pinned (`protocol.model.at_rest`).
 BLOCK_BYTES = 4 * 1024 * 1024
 
 

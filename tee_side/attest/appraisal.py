@@ -36,12 +36,12 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, ValidationError, model_validator
 
@@ -61,6 +61,10 @@ from tee_side.attest.guests import (
 from tee_side.attest.nvidia import verify_nvidia
 from tee_side.attest.statement import Claims, Evidence, Purpose, Statement, gpu_nonce, report_data
 from tee_side.plugins import FileCheck, accept_any
+
+if TYPE_CHECKING:
+    from protocol.curve import ClientKeys
+    from tee_side.words import Attested
 
 _CLOCKS_APART_S = 60
 
@@ -289,6 +293,40 @@ def appraise(stated: Statement, policy: AppraisalPolicy, expected: Expected) -> 
     except EvidenceError as error:
         steps.append(AppraisalStep(error.where, False, error.got, error.expected))
     return Appraisal(tuple(steps), claims)
+
+
+def appraise_service(
+    attested: Attested,
+    policy: AppraisalPolicy,
+    endpoint: str,
+    keys: ClientKeys | None,
+    statement: bytes,
+    nonce: bytes,
+    *,
+    utc: Callable[[], datetime] = lambda: datetime.now(UTC),
+) -> None:
+    """Appraise what a service states of itself for a nonce, before anything secret is sent to it.
+
+    `attested`: by which evidence, as a policy says (`[service] attested`). Its claims name the key
+    of the link that it comes by, and that link is encrypted with it: what else copies the evidence
+    can neither read nor answer. `keys`: of that link. Raises EvidenceError.
+    """
+    from zmq.utils import z85  # of no use to who appraises no services
+
+    where = f"service {endpoint}"
+    EvidenceError.unless(statement, where, "none", f"{attested} evidence (gpu-service --attest)")
+    stated = Statement.decode(statement)
+    found = appraise(stated, policy, Expected(nonce, None, utc(), "service"))
+    if not found.passed or found.claims is None:
+        step = found.failure
+        raise EvidenceError(f"{where}: {step.name}", step.got, step.expected)
+    evidence = Evidence.decode(stated.evidence)
+    given = f"{evidence.kind}{'+nvidia' if evidence.gpus else ''}"
+    EvidenceError.unless(given == attested, f"{where}: evidence", given, attested)
+    # Alone: what names others as well is the evidence of a runner.
+    own = keys and {"service": z85.decode(keys.service)}
+    alone = own is not None and found.claims.curve_keys == own
+    EvidenceError.unless(alone, f"{where}: key", "another", "that of its link, alone")
 
 
 def verify_evidence(evidence: Evidence, now: datetime) -> Verified:

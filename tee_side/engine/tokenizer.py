@@ -20,7 +20,7 @@ from protocol.errors import ModelError, PromptError
 from protocol.model.files import MAX_JSON_BYTES, find_file, limit_structure, read_file, read_json
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

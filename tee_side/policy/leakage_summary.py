@@ -73,8 +73,13 @@ def leakage_summary(
             )
             parts.append(f"{shuffled} ({', '.join(_names(ids))})")
         if clear:
+            seen = ", ".join(dict.fromkeys(SEEN[operator] for operator in clear))
+            verdict = "from which the prompt and the answer can be recovered"
+            if direct := [SEEN[operator] for operator in LAYERLESS if operator in clear]:
+                verdict = f"{' and '.join(direct)}: the prompt and the answer themselves"
             # The logits in the clear are as bad as shuffled ids; hidden states take an attack.
-            parts.insert(0 if "lm_head" in clear else len(parts), _in_the_clear(clear))
+            place = 0 if "lm_head" in clear else len(parts)
+            parts.insert(place, f"{seen} in the clear - {verdict}")
         if broken:
             verb = "is" if len(_names(broken)) == 1 else "are"
             where = "broken where the weights are public (tsqp masks says how)"
@@ -87,14 +92,6 @@ def leakage_summary(
         parts[0] = f"the GPU sees {parts[0]}"
     evidence = _ATTESTED.get(attested, _BY_EVIDENCE.format(attested))
     return f"policy {name}: {'; '.join(parts)}{evidence}"
-
-
-def _in_the_clear(operators: Sequence[Operator]) -> str:
-    seen = ", ".join(dict.fromkeys(SEEN[operator] for operator in operators))
-    verdict = "from which the prompt and the answer can be recovered"
-    if direct := [SEEN[operator] for operator in LAYERLESS if operator in operators]:
-        verdict = f"{' and '.join(direct)}: the prompt and the answer themselves"
-    return f"{seen} in the clear - {verdict}"
 
 
 def _under(masked: _Masked) -> str:

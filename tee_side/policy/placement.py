@@ -209,7 +209,7 @@ Placements: TypeAlias = Annotated[
 
 
 class ServiceTerms(BaseModel, frozen=True, extra="forbid"):
-    """What every service must prove, by which evidence; see `tee_side.remote.attested`."""
+    """What every service must prove, by which evidence; see `appraise_service`."""
 
     attested: Attested
 

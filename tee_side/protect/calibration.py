@@ -32,7 +32,7 @@ from protocol.model.files import read_bytes, require_inside
 from tee_side.words import Site
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
 log = logging.getLogger("tee_side")
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import numpy
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -40,25 +40,21 @@ _MANTISSA_BITS = 53
 class Randomness:
     """A cryptographic generator. `key`: 32 bytes, from the operating system if None.
 
-    `nonce`: the initial counter block, 16 bytes. The same key and nonce give the same numbers on
-    every machine (floats: up to the last bit of log, cos and QR); a key must not be used with two
-    nonces whose counters can meet, so vary the key, by `derive`, and not the nonce.
+    The counter begins at 0: the same key gives the same numbers on every machine (floats: up to the
+    last bit of log, cos and QR). For others vary the key, by `derive`.
 
     Threads: a generator belongs to one thread; give others a generator that was derived from it.
     Processes: a copy in a forked child would repeat what its parent draws, and is refused with
     RuntimeError.
 
-    Raises ValueError for a key or nonce of another length, and for negative sizes.
+    Raises ValueError for a key of another length, and for negative sizes.
     """
 
-    def __init__(self, key: Bytes | None = None, nonce: Bytes = bytes(NONCE_BYTES)) -> None:
+    def __init__(self, key: Bytes | None = None) -> None:
         if key is None:
             key = os.urandom(KEY_BYTES)
-        _check_length("key", key, KEY_BYTES)
-        _check_length("nonce", nonce, NONCE_BYTES)
         self._key = key
-        self._nonce = nonce
-        self._context = Cipher(algorithms.AES(key), modes.CTR(nonce)).encryptor()
+        self._context = _counting(key)
         # Not os.register_at_fork: it would not hear of a fork made by a C library.
         self._process = os.getpid()
 
@@ -96,7 +92,7 @@ class Randomness:
         is used once.
         """
         self._check_process()
-        return Randomness(derive_key(self._key, b"tsqp randomness " + label, salt=self._nonce))
+        return Randomness(derive_key(self._key, b"tsqp randomness " + label))
 
     def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return elements of an integer dtype, uniform over all its values."""
@@ -125,9 +121,8 @@ class Keystream:
     """
 
     def __init__(self, key: Bytes) -> None:
-        _check_length("key", key, KEY_BYTES)
         self._key = key
-        self._context = Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
+        self._context = _counting(key)
 
     def rows(self, indices: range, site: int, features: int) -> torch.Tensor:
         """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian.
@@ -138,12 +133,20 @@ class Keystream:
 
     def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """Return `rows` of several sites, by number. `sizes`: features of each."""
-        drawn = self._drawn(indices, {site: 4 * features for site, features in sizes.items()})
-        counts = [len(indices) * features for features in sizes.values()]
+        counts = {site: 4 * features for site, features in sizes.items()}
+        self._check(indices, counts)
+        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
+        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
+        for site, count in counts.items():
+            for index in indices:
+                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+                context.update_into(zeros[:count], left[:count])
+                left = left[count:]
         if not drawn:  # torch refuses an empty buffer
             words = [torch.empty(0, dtype=torch.int32)] * len(sizes)
         else:
-            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(counts))
+            rows = [len(indices) * features for features in sizes.values()]
+            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(rows))
         shapes = zip(sizes.items(), words, strict=True)
         return {site: part.view(len(indices), features) for (site, features), part in shapes}
 
@@ -178,27 +181,17 @@ class Keystream:
                 expected = f"32 bits, and at most {MAX_KEYSTREAM_BYTES} bytes"
                 raise ValueError(f"keystream: got site {site}, {count} bytes, expected {expected}")
 
-    def _drawn(self, indices: range, counts: Mapping[int, int]) -> bytearray:
-        """Return `counts` bytes of each site: of consecutive indices, one after the other."""
-        self._check(indices, counts)
-        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
-        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
-        for site, count in counts.items():
-            for index in indices:
-                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
-                context.update_into(zeros[:count], left[:count])
-                left = left[count:]
-        return drawn
-
 
 def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:
     """Return 32 bytes by HKDF-SHA256; another `info` or `salt` gives an unrelated key."""
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(key)
 
 
-def _check_length(what: str, value: bytes, expected: int) -> None:
-    if len(value) != expected:
-        raise ValueError(f"randomness: {what}: got {len(value)} bytes, expected {expected}")
+def _counting(key: bytes) -> CipherContext:
+    """Return AES in counter mode, from 0 on. Raises ValueError for a key of another length."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"randomness: key: got {len(key)} bytes, expected {KEY_BYTES}")
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
 
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -52,11 +52,10 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
 from tee_side.words import Site
 
-# How many secret vectors: what the compiled kernels take.
+# How many secret vectors: what the compiled kernels take. A wrong product of integers passes one
+# with probability 2^-32 at most, a check with 2^-64. What is promised is 2^-40: 2^24 attempts at
+# each of the products of a run are within it.
 VECTORS = 2
-# A wrong product of integers passes a check with probability 2^-64 at most. What is promised is
-# 2^-40: 2^24 attempts at each of the products of a run are within it.
-SECURITY_BITS = 32 * VECTORS
 
 # Outputs of a block of the weight whose products with digits fit int32.
 _BLOCK_OUTPUTS = 2**16

@@ -17,7 +17,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import OpenedRequest, encode_reply, open_request, read_request
 from gpu_side.service import open_listener
 from gpu_side.transport.listener import Incoming
-from protocol.channel import Channel, PendingChannel
+from protocol.channel import PendingChannel
 from protocol.curve import ClientKeys
 from protocol.errors import (
     DeadlineExceededError,
@@ -186,7 +186,7 @@ def _output(reply: object) -> torch.Tensor:
     return to_torch(reply.output)
 
 
-def _one_round_trip(peer: Peer, channel: Channel) -> None:
+def _one_round_trip(peer: Peer, channel: PendingChannel) -> None:
     request_id = channel.submit(_request())
     peer.receive()
     peer.reply(request_id, torch.ones(1))
@@ -220,7 +220,7 @@ def test_what_is_sent_comes_back(address: str, elements: int, spin_us: float) ->
     assert all(torch.equal(one, sent + n) for n, one in enumerate(kept, start=1))
 
 
-def test_an_exchange_says_what_it_cost(peer: Peer, channel: Channel) -> None:
+def test_an_exchange_says_what_it_cost(peer: Peer, channel: PendingChannel) -> None:
     before_ns = time.perf_counter_ns()
     request_id = channel.submit(_request(3.0, 2**16), timeout_s=7.5)
     opened = peer.receive()
@@ -249,7 +249,7 @@ def test_a_limit_can_only_be_lowered(peer: Peer, channel: PendingChannel) -> Non
     assert _output(channel.wait(request_id).response).numel() == 1000
 
 
-def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: Channel) -> None:
+def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: PendingChannel) -> None:
     ids = [channel.submit(_request()) for _ in range(5)]
     assert len(set(ids)) == 5
     assert peer.receive_ids(5) == ids
@@ -260,7 +260,7 @@ def test_replies_out_of_order_reach_their_own_requests(peer: Peer, channel: Chan
     assert channel.traffic.round_trips == 5
 
 
-def test_many_in_flight_are_all_answered(peer: Peer, channel: Channel) -> None:
+def test_many_in_flight_are_all_answered(peer: Peer, channel: PendingChannel) -> None:
     # Nobody reads yet, and the tensors are gone at once: their memory is not used again.
     ids = [channel.submit(_request(float(n), LARGE)) for n in range(4)]
     torch.zeros(LARGE)
@@ -273,7 +273,7 @@ def test_many_in_flight_are_all_answered(peer: Peer, channel: Channel) -> None:
 
 
 @for_one_connection
-def test_abandoned_request_is_forgotten(peer: Peer, channel: Channel) -> None:
+def test_abandoned_request_is_forgotten(peer: Peer, channel: PendingChannel) -> None:
     first, second, third = (channel.submit(_request()) for _ in range(3))
     channel.abandon(first)
     for _ in range(3):
@@ -383,7 +383,9 @@ def test_a_service_that_starts_later_is_waited_for(peer: Peer) -> None:
     assert torch.equal(_output(answers[0].response), torch.full((4,), 4.0))
 
 
-def test_deadline_holds_while_stale_replies_keep_coming(peer: Peer, channel: Channel) -> None:
+def test_deadline_holds_while_stale_replies_keep_coming(
+    peer: Peer, channel: PendingChannel
+) -> None:
     first = channel.submit(_request(), timeout_s=TINY_S)
     # Before it is given up: over HTTP it would not leave any more.
     assert peer.receive().request_id == first
@@ -465,7 +467,9 @@ def test_a_request_larger_than_the_service_takes_ends_the_connection(address: st
     small.close()
 
 
-def test_garbage_from_one_client_leaves_the_others_alone(peer: Peer, channel: Channel) -> None:
+def test_garbage_from_one_client_leaves_the_others_alone(
+    peer: Peer, channel: PendingChannel
+) -> None:
     scheme, _, rest = peer.endpoint.partition("://")
     with _echoing(peer):
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\1\0\0\0" + b"\xff" * 64):

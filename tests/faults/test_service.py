@@ -161,7 +161,7 @@ launch_us = 33333.0
 """
 
 
-def health(channel: Channel) -> HealthReply:
+def health(channel: PendingChannel) -> HealthReply:
     reply = channel.call(HealthRequest()).response
     assert isinstance(reply, HealthReply)
     return reply

@@ -31,6 +31,7 @@ from protocol.errors import (
     PromptError,
     TsqpError,
 )
+from protocol.model.at_rest import Manifest
 from protocol.model.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -41,7 +42,6 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.manifest import Manifest
 from tee_side.engine.tokenizer import (
     CONFIG_FILE,
     TEMPLATE_FILE,

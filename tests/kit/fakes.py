@@ -19,7 +19,7 @@ from protocol.errors import (
     VerificationError,
 )
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.prepared import Exchange, Traffic
+from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch
 from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
@@ -73,44 +73,45 @@ class FakeConnection(Channel):
     def limit_messages(self, max_message_bytes: int) -> None:
         self.limit = min(self.limit, max_message_bytes)
 
-    def submit(
-        self, request: Any, timeout_s: float | None = None, *, send_within_s: float | None = None
-    ) -> int:
+    def submit(self, request: InitRequest, timeout_s: float, *, send_within_s: float) -> int:
+        # A service that is not there is found out long before the handshake's own time is up.
+        assert send_within_s < timeout_s
+        service, request_id = self.service, self._asked(request)
+        service.events.append("Init")
+        service.nonces.append(request.nonce)
+        if not service.up and time.monotonic() < service.comes_back:
+            raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
+        if service.swallows:
+            service.swallows -= 1
+            self._swallowed[request_id] = time.monotonic() + timeout_s
+        return request_id
+
+    def start(self, prepared: Any, payload: Any, timeout_s: float) -> int:  # type: ignore[override]
+        request, service = prepared.request(payload), self.service
+        request_id = self._asked(request)
+        if request.hidden_states.payload_bytes > self.limit:
+            raise OversizedRequestError(
+                self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
+            )
+        if service.answers and service.answers[0] == "lost at submit":
+            service.answers.popleft()
+            raise lost(self.endpoint)
+        self._require_connection()
+        service.got.append(payload)
+        service.given_s.append(timeout_s)
+        service.events.append("request")
+        return request_id
+
+    def _asked(self, request: Any) -> int:
         assert self.one_connection
         assert not self.closed
-        assert timeout_s is not None
-        # A service that is not there is found out long before the handshake's own time is up.
-        assert isinstance(request, InitRequest) == (send_within_s is not None)
-        assert send_within_s is None or send_within_s < timeout_s
-        service = self.service
         self._last_id += 1
-        if isinstance(request, InitRequest):
-            service.events.append("Init")
-            service.nonces.append(request.nonce)
-            if not service.up and time.monotonic() < service.comes_back:
-                raise DeadlineExceededError(self.endpoint, got="no service", expected="one")
-            if service.swallows:
-                service.swallows -= 1
-                self._swallowed[self._last_id] = time.monotonic() + timeout_s
-        else:
-            if request.hidden_states.payload_bytes > self.limit:
-                raise OversizedRequestError(
-                    self.endpoint, got="more", expected="less", code=ErrorCode.LIMIT_EXCEEDED
-                )
-            if service.answers and service.answers[0] == "lost at submit":
-                service.answers.popleft()
-                raise lost(self.endpoint)
-            self._require_connection()
-            service.got.append(request)
-            service.given_s.append(timeout_s)
-            service.events.append("request")
         self._waiting[self._last_id] = request
         return self._last_id
 
     def arrived(self, request_id: int, until: float = 0.0) -> bool:
         if request_id in self._swallowed:
-            end = min(until, self._swallowed[request_id])
-            time.sleep(max(0.0, end - time.monotonic()))
+            time.sleep(max(0.0, min(until, self._swallowed[request_id]) - time.monotonic()))
             return False
         if isinstance(self._waiting[request_id], InitRequest):
             return True
@@ -122,7 +123,6 @@ class FakeConnection(Channel):
         self._require_connection()
         if request_id in self._swallowed:
             raise DeadlineExceededError(self.endpoint, got="no reply to Init", expected="one")
-        response: Any
         if isinstance(request, InitRequest):
             response = SimpleNamespace(
                 instance_id=service.instance or self.endpoint,
@@ -192,8 +192,7 @@ class World:
         timeout_s: float = 5.0,
         connect_s: float = 1.0,
     ) -> Services:
-        options = ConnectOptions(self.open, self.verify, timeout_s=timeout_s)
-        made = Services(groups, layers, options)
+        made = Services(groups, layers, ConnectOptions(self.open, self.verify, timeout_s=timeout_s))
         self.made.append(made)
         made.connect(connect_s)
         return made
@@ -231,6 +230,12 @@ def wrong() -> VerificationError:
     return VerificationError("down_proj", got="a wrong product", expected="x W")
 
 
-def ask(value: float = 1.0, elements: int = 4) -> LMHeadRequest:
-    """Return a request that is its own answer."""
-    return LMHeadRequest(hidden_states=from_torch(torch.full((elements,), value)))
+def ask(value: float = 1.0, elements: int = 4) -> tuple[PreparedRequest, torch.Tensor]:
+    """Return a request that is its own answer, and its tensor."""
+    tensor = torch.full((elements,), value)
+    message = LMHeadRequest(hidden_states=from_torch(tensor))
+    return PreparedRequest(message, (elements,), "float32"), tensor
+
+
+def call(channel: Any, asked: Any, timeout_s: float | None = None) -> Any:
+    return channel.wait(channel.start(*asked, timeout_s))

@@ -152,7 +152,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     A host that can write to the disk can change a manifest on it: keep the printed digest where it
     cannot, and give it to tee-runner --manifest-digest.
     """
-    from protocol.model.manifest import MANIFEST_FILE
+    from protocol.model.at_rest import MANIFEST_FILE
     from tsqp.model_at_rest import make_manifest
 
     directory = model_directory(model)
@@ -351,7 +351,7 @@ def seal_model(*, model: str, to: Path, output: Path) -> None:
 @config_option
 def new_seal_key(file: Path) -> None:
     """Make a key: FILE, which must stay secret, in the TEE and where models are sealed."""
-    from protocol.model.sealed import key_id
+    from protocol.model.at_rest import key_id
     from tsqp.key_files import SEAL_KEY
 
     key = SEAL_KEY.new(file)

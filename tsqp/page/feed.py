@@ -169,12 +169,6 @@ class TappedChannel(WrappedChannel):
         super().__init__(channel)
         self._saw = saw
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`."""
-        request_id = self._channel.submit(request, timeout_s)
-        self._saw(request)
-        return request_id
-
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:

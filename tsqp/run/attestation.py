@@ -39,7 +39,7 @@ from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
 from tsqp.run.trust import read_client_keys
 
 if TYPE_CHECKING:
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
     from tee_side.policy.placement import Policy
 
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)

@@ -27,7 +27,7 @@ from tsqp.run.trust import (
 
 if TYPE_CHECKING:
     from protocol.channel import ChannelWrapper
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
     from tee_side.engine.engine import EngineSettings
     from tee_side.engine.request import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer

@@ -14,14 +14,13 @@ from tsqp.run.settings import RunSettings, option_of, said_of, settings_of
 
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
+    from protocol.model.at_rest import Manifest
     from protocol.model.config import ModelConfig
-    from protocol.model.manifest import Manifest
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.bank_files import BankPlace
     from tee_side.protect.sites import PadLayout
-    from tee_side.remote.attested import ServiceAppraisal
 
 _APPRAISAL = "--service-appraisal"
 # The settings that say where a bank is.
@@ -47,7 +46,7 @@ def open_seal(
     given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command)
     if release is None and all(one is None for one in (*given, digest)):
         return
-    from protocol.model.sealed import SealedModel
+    from protocol.model.at_rest import SealedModel
     from tsqp.key_files import provided_key
 
     seal = SealedModel(directory, provided_key(*given, release), digest)
@@ -73,7 +72,7 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
             digest is None, "--manifest-digest", "no --manifest", "the file that it is of"
         )
         return None
-    from protocol.model.manifest import Manifest
+    from protocol.model.at_rest import Manifest
 
     found = Manifest.load(path, digest)
     for settings_file, content in settings.source.files:
@@ -214,7 +213,7 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
 
 def service_appraisal(
     settings: RunSettings, policy: Policy, manifest: Manifest | None
-) -> ServiceAppraisal | None:
+) -> Callable[[str, ClientKeys | None, bytes, bytes], None] | None:
     """Return what appraises the services of a policy, None for one that asks for no evidence.
 
     With a manifest, only by a file that it pins. Raises SettingsError, ManifestError.
@@ -228,8 +227,7 @@ def service_appraisal(
             f"nothing: policy {policy.name} has no attested services",
         )
         return None
-    from tee_side.attest.appraisal import AppraisalPolicy
-    from tee_side.remote.attested import ServiceAppraisal
+    from tee_side.attest.appraisal import AppraisalPolicy, appraise_service
 
     if path is not None:
         appraisal = AppraisalPolicy.load(path, check_of(manifest, option))
@@ -248,7 +246,7 @@ def service_appraisal(
             expected=f"a file that says what services must be: policy {policy.name} asks for"
             " evidence",
         )
-    return ServiceAppraisal(attested, appraisal)
+    return partial(appraise_service, attested, appraisal)
 
 
 def bank_place(settings: RunSettings) -> BankPlace | None:

@@ -19,21 +19,22 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from pydantic import BaseModel
 
 from protocol.errors import MaskError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.prepared import Payload
 from tee_side.protect.randomness import Randomness
-from tee_side.words import PRODUCTS, Operator, is_projection
+from tee_side.words import PRODUCTS, Operator, Site, is_projection
 
 if TYPE_CHECKING:
     from tee_side import plugins
@@ -313,12 +314,43 @@ class SegmentMask(Mask):
 ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
 
 
-# The key of a feature or segment mask; it undoes the weights of a provisioned server, and is secret
-# but for `provision_id`, the name that the server repeats, and `server_linear_digest`, that of the
-# weights that the server got (both SHA-256 in hex). The code that makes and reads such keys is an
-# installed package's, which registers its class as the entry point `feature` of the group
-# `tsqp.keys`: `tsqp.lab.research.feature_key.FeatureKey` says what is asked of it.
-TransformKey: TypeAlias = Any
+class TransformKey(Protocol):
+    """The key of a feature or segment mask: it undoes the weights of a provisioned server.
+
+    Secret but for `provision_id`, the name that the server repeats, and `server_linear_digest`,
+    that of the weights that the server got (both SHA-256 in hex). The code that makes and reads
+    such keys is an installed package's: the entry point `feature` of the group `tsqp.keys`.
+    """
+
+    @property
+    def provision_id(self) -> str:
+        """See above."""
+
+    @property
+    def server_linear_digest(self) -> str:
+        """See above."""
+
+    @classmethod
+    def load(cls, path: Path) -> TransformKey:
+        """Read a key. Raises FeatureKeyError."""
+
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
+        """Check that the key is one of this model and mask. Raises FeatureKeyError."""
+
+    def transforms(
+        self,
+        mask: FeatureMask,
+        config: ModelConfig,
+        gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> dict[Site, KeyedTransform]:
+        """Make every site's transform.
+
+        `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`.
+        Raises FeatureKeyError for another mask, MaskError for a gain that the mask cannot fold.
+        """
+
+    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
+        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
 
 
 class AdditiveMask(Mask):

@@ -164,7 +164,6 @@ class BackgroundMaker:
         """Wait for the batch in work, if there is one, and let none begin while the block runs."""
         with self._changed:
             self._held_off = True
-            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._makes)
         try:
             yield

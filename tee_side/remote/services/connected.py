@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.channel import Channel
-from protocol.errors import AbsentError, DeadlineExceededError, EndpointError, TsqpError
+from protocol.errors import AbsentError, DeadlineExceededError, EndpointError
 from protocol.prepared import Traffic
 from tee_side.remote.services.member import ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
@@ -74,7 +74,8 @@ class Services:
         deadline = time.monotonic() + timeout_s
         grace, tell = deadline, time.monotonic() + TELL_S
         late = False
-        while (missing := self._missing()) and not late:
+        members = [(group, member) for group in self._groups for member in group.members]
+        while (missing := [pair for pair in members if pair[1].session is None]) and not late:
             enough = all(group.is_ready for group in self._groups)
             if enough:
                 grace = min(grace, time.monotonic() + _GRACE_S)
@@ -98,30 +99,18 @@ class Services:
                         log_waiting(member.endpoint, deadline, "--connect-timeout-s")
         for group in self._groups:
             if not group.is_ready:
-                raise _no_reply(group, timeout_s)
+                errors = {one.endpoint: one.error or _silent(one.endpoint) for one in group.members}
+                # A lone one that has said what is wrong is not said to be late.
+                silent = any(isinstance(one, DeadlineExceededError) for one in errors.values())
+                waited_s = timeout_s if silent or len(errors) > 1 else None
+                raise aggregate_errors("Init", errors, waited_s)
         for _, member in missing:
             warn("service_missing", member, member.error or _silent(member.endpoint))
-
-    def _missing(self) -> list[tuple[Replicas, Member]]:
-        return [
-            (group, member)
-            for group in self._groups
-            for member in group.members
-            if member.session is None
-        ]
 
     def close(self) -> None:
         """Disconnect from all."""
         for group in self._groups:
             group.close()
-
-
-def _no_reply(group: Replicas, timeout_s: float) -> TsqpError:
-    errors = {member.endpoint: member.error or _silent(member.endpoint) for member in group.members}
-    for error in errors.values():
-        if len(errors) == 1 and not isinstance(error, DeadlineExceededError):
-            return error
-    return aggregate_errors("Init", errors, timeout_s)
 
 
 def _silent(endpoint: str) -> DeadlineExceededError:

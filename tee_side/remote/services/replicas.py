@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from protocol.channel import Channel, OversizedRequestError
 from protocol.errors import (
@@ -28,7 +28,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import Request, SegmentRequest
+from protocol.messages import SegmentRequest
 from protocol.prepared import Exchange, Payload, PreparedRequest, Traffic
 from tee_side.remote.services.member import Member, Session
 
@@ -69,13 +69,13 @@ class _Trouble:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request that has no reply yet. `payload`: the tensors of a prepared one.
+    """A request that has no reply yet, and its tensors.
 
     `session`, `inner_id`: where it is waited for, if anywhere.
     """
 
-    request: PreparedRequest | Request
-    payload: Any
+    prepared: PreparedRequest
+    payload: Payload
     deadline: float
     timeout_s: float
     session: Session | None = None
@@ -121,19 +121,10 @@ class Replicas(Channel):
 
     # ---------------------------------------------------------------------------- as a channel
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`. Never waits for a service: that is for `wait` to do."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        in_flight = _InFlight(request, None, time.monotonic() + timeout_s, timeout_s)
-        self._begin(in_flight)
-        self._last_id = request_id = self._last_id + 1
-        self._in_flight[request_id] = in_flight
-        return request_id
-
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:
-        """See `Channel.start`. Never waits for a service, either."""
+        """See `Channel.start`. Never waits for a service: that is for `wait` to do."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         in_flight = _InFlight(prepared, payload, time.monotonic() + timeout_s, timeout_s)
         session = self._current.session
@@ -144,7 +135,9 @@ class Replicas(Channel):
             except BaseException as error:  # noqa: BLE001 - raised again there, or noted
                 self._note_unsent(in_flight, session, error)
         if in_flight.session is None:
-            self._begin(in_flight)
+            self._send_to_any(in_flight)
+        if in_flight.session is None:
+            self._require_any(in_flight)  # one that can be asked later is left to `wait`
         self._last_id = request_id = self._last_id + 1
         self._in_flight[request_id] = in_flight
         return request_id
@@ -225,12 +218,6 @@ class Replicas(Channel):
 
     # ---------------------------------------------------------------------------------- sending
 
-    def _begin(self, in_flight: _InFlight) -> None:
-        """Send to any service that can be asked now, or leave it to `wait` if one can be later."""
-        self._send_to_any(in_flight)
-        if in_flight.session is None:
-            self._require_any(in_flight)
-
     def _note_unsent(self, in_flight: _InFlight, session: Session, error: BaseException) -> None:
         """Note why a request could not be sent. Raises the error if it is none of a channel's."""
         member = session.member
@@ -260,10 +247,8 @@ class Replicas(Channel):
             if session is None or not in_flight.may_ask(member) or free_at > now:
                 continue
             try:
-                in_flight.inner_id = (
-                    session.channel.start(in_flight.request, in_flight.payload, left_s)
-                    if isinstance(in_flight.request, PreparedRequest)
-                    else session.channel.submit(in_flight.request, left_s)
+                in_flight.inner_id = session.channel.start(
+                    in_flight.prepared, in_flight.payload, left_s
                 )
             except BaseException as error:  # noqa: BLE001 - raised again there, or noted
                 self._note_unsent(in_flight, session, error)
@@ -285,9 +270,7 @@ class Replicas(Channel):
         trouble = in_flight.troubles[member]
         trouble.error = error
         if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
-            message = in_flight.request
-            if isinstance(message, PreparedRequest):
-                message = message.request(in_flight.payload)
+            message = in_flight.prepared.request(in_flight.payload)
             if isinstance(message, SegmentRequest) and message.goes_on:
                 raise error  # no other service has the session either
         if isinstance(error, ServiceError) and error.code is ErrorCode.SHUTTING_DOWN:
@@ -429,7 +412,7 @@ class Replicas(Channel):
             error = member.quarantined or in_flight.troubles[member].error or member.error
             if error is not None:
                 said[member.endpoint] = error
-        raise aggregate_errors(in_flight.request.method, said, timeout_s)
+        raise aggregate_errors(in_flight.prepared.method, said, timeout_s)
 
 
 def log_waiting(endpoint: str, deadline: float, option: str) -> None:

@@ -189,9 +189,9 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     channel = RecordingChannel(load_weights(model.directory, device=CPU, dtype=torch.float32))
     rows, ids = torch.zeros(3, 96), torch.tensor([3, 5])
     look_up = EmbeddingRequest(input_ids=from_torch(ids), dtype="float32")
-    exchange = channel.call(look_up)
+    exchange = channel.wait(channel.submit(look_up))
     expected = frames_of(look_up, 1), frames_of(linear_request(96), 2)
-    channel.call(linear_request(96).model_copy(update={"hidden_states": from_torch(rows)}))
+    channel.submit(linear_request(96).model_copy(update={"hidden_states": from_torch(rows)}))
     rows.fill_(7)
     assert len(channel.recorded) == 2
     trace = channel.take()
@@ -203,7 +203,7 @@ def test_what_is_recorded_is_what_a_socket_gets(model: SavedModel) -> None:
     assert torch.equal(to_torch(exchange.response.output), weight[ids])
     # A request that fails is recorded as well, in a trace that begins where the last one ended.
     with pytest.raises(ServiceError) as caught:
-        channel.call(linear_request(48))
+        channel.submit(linear_request(48))
     assert caught.value.code == ErrorCode.INVALID_FIELD
     assert channel.take().messages == (frames_of(linear_request(48), 3),)
     assert channel.take() == Trace(())

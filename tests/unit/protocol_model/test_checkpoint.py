@@ -90,8 +90,7 @@ def test_every_tensor_must_be_there_with_its_shape(
         for other in (tensors[name][:-1], tensors[name][None], tensors[name].t()):
             if other.shape != tensors[name].shape:
                 save_file({**tensors, name: other.contiguous()}, directory / SINGLE_FILE)
-                error = _refusal(directory, SINGLE_FILE, name)
-                assert error.got == f"shape {list(other.shape)}"
+                assert _refusal(directory, SINGLE_FILE, name).got == f"shape {list(other.shape)}"
         changed = dict(tensors)
 
 

@@ -15,7 +15,13 @@ from safetensors import safe_open
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model import files
-from protocol.model.checkpoint import MAX_HEADER_BYTES, TensorFile, parse_header
+from protocol.model.checkpoint import (
+    MAX_HEADER_BYTES,
+    SINGLE_FILE,
+    Checkpoint,
+    TensorFile,
+    parse_header,
+)
 from protocol.model.config import ARCHITECTURES, ModelConfig, read_config
 from protocol.model.files import parse_object, read_bytes
 from tests.kit.rows import each_row
@@ -363,12 +369,11 @@ def test_a_header_that_is_too_long_is_not_even_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_changed_is_not_read_by_the_old_header(tmp_path: Path) -> None:
-    path, other = tmp_path / "f", tmp_path / "g"
+    path, other = tmp_path / SINGLE_FILE, tmp_path / "g"
     for how in ("rewritten", "replaced", "gone"):
         path.write_bytes(_file({"a": ENTRY}))
-        file = TensorFile(path)
-        with file.reading("a"):
-            pass
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.rows("a", 0, 1)
         if how == "rewritten":
             path.write_bytes(_file({"a": ENTRY}, bytes(23) + b"x") + b"x")
         elif how == "replaced":
@@ -377,8 +382,8 @@ def test_a_file_that_has_changed_is_not_read_by_the_old_header(tmp_path: Path) -
         else:
             path.unlink()
         said = "no such file" if how == "gone" else "since the file was checked"
-        with pytest.raises(ModelError, match=said), file.reading("a"):
-            pass
+        with pytest.raises(ModelError, match=said):
+            checkpoint.rows("a", 0, 1)
 
 
 @each_row(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model import files
+from protocol.model.at_rest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -22,7 +23,6 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from protocol.model.manifest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest
 from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration

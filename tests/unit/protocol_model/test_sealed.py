@@ -16,9 +16,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from protocol.errors import ModelError, SealError
-from protocol.model.config import read_config
-from protocol.model.files import is_there, opened, read_bytes, require_inside, use_seal
-from protocol.model.sealed import (
+from protocol.model.at_rest import (
     CHUNK_BYTES,
     HEADER_BYTES,
     SEAL_FILE,
@@ -28,6 +26,8 @@ from protocol.model.sealed import (
     read_index,
     unwrap,
 )
+from protocol.model.config import read_config
+from protocol.model.files import is_there, opened, read_bytes, require_inside, use_seal
 from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.kit.rows import each_row
 from tsqp.model_at_rest import rewrap, seal_model

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 from unittest import mock
 
 import httpx2
@@ -24,7 +24,7 @@ from zmq.utils import z85
 from protocol.curve import ClientKeys
 from protocol.encoding import pack
 from protocol.errors import EvidenceError, SettingsError
-from tee_side.attest.appraisal import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy, appraise_service
 from tee_side.attest.guests import simulate, verify_simulated
 from tee_side.attest.statement import (
     NONE,
@@ -37,7 +37,6 @@ from tee_side.attest.statement import (
     report_data,
 )
 from tee_side.policy.placement import ServiceTerms, load_policy
-from tee_side.remote.attested import ServiceAppraisal
 from tee_side.serve.identity import Identity
 from tee_side.serve.sealed import HpkeKey
 from tests.kit.evidence import DIGESTS, body_of, policy_text, serving
@@ -258,8 +257,7 @@ def key_server(programs: Programs, purpose: Purpose, _: Path) -> str:
 
 def runner(programs: Programs, purpose: Purpose, _: Path) -> None:
     stated = programs.state[purpose](bytes(32)).encode()
-    appraise = ServiceAppraisal("simulated", DEVELOPMENT)
-    appraise("tcp://gpu:1", programs.service, stated, bytes(32))
+    appraise_service("simulated", DEVELOPMENT, "tcp://gpu:1", programs.service, stated, bytes(32))
 
 
 READERS: Mapping[Reader, Purpose] = {
@@ -374,18 +372,17 @@ def test_a_service_with_gpus_is_what_a_runner_accepts(
     said = AppraisalPolicy.development().model_dump(exclude={"nvidia"})
     any_gpu = dict.fromkeys(("measurements", "driver", "vbios"), "any")
     policy = AppraisalPolicy.model_validate(said | {"nvidia": any_gpu}, strict=False)
-    appraise = ServiceAppraisal("simulated+nvidia", policy)  # type: ignore[arg-type]
-    weights = "ab" * 32
+    weights, with_gpus = "ab" * 32, cast("Any", "simulated+nvidia")
     stated = made[1](NONCE, weights)
     with ExitStack() as stack:
         for gpu in gpus:
             stack.enter_context(gpu.pinned())
-        appraise("tcp://gpu:1", keys, stated, NONCE)
+        appraise_service(with_gpus, policy, "tcp://gpu:1", keys, stated, NONCE)
         with pytest.raises(EvidenceError, match="nonce"):
-            appraise("tcp://gpu:1", keys, stated, bytes(32))
+            appraise_service(with_gpus, policy, "tcp://gpu:1", keys, stated, bytes(32))
         without = AppraisalPolicy.model_validate(said, strict=False)
         with pytest.raises(EvidenceError, match="GPUs: got 0, 1, expected"):
-            ServiceAppraisal("simulated", without)("tcp://gpu:1", keys, stated, NONCE)
+            appraise_service("simulated", without, "tcp://gpu:1", keys, stated, NONCE)
     found = Claims.decode(Statement.decode(stated).claims)
     # As versions with parts of columns claimed it: digests that operators have written down hold.
     claimed = (

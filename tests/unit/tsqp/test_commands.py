@@ -13,7 +13,7 @@ from pydantic import create_model
 
 from protocol.errors import EndpointError, KeyFileError, ModelError, SealError, SettingsError
 from protocol.messages import HealthReply
-from protocol.model.sealed import SEAL_FILE, SealedModel
+from protocol.model.at_rest import SEAL_FILE, SealedModel
 from tee_side.protect.masks.mask import Pad
 from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from protocol.errors import ManifestError, ModelError, SettingsError, TsqpError
+from protocol.model.at_rest import Manifest
 from protocol.model.checkpoint import SINGLE_FILE
-from protocol.model.manifest import Manifest
 from tee_side.policy.placement import load_policy
 from tee_side.words import OPERATORS
 from tsqp.cli.main import command as tsqp

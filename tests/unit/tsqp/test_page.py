@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 
 from protocol.channel import Channel
 from protocol.errors import TsqpError
-from protocol.messages import LinearRequest
 from protocol.model.config import read_config
 from protocol.prepared import PreparedRequest, Traffic
 from tee_side.engine.generation import Totals
@@ -30,8 +29,9 @@ MINE, OTHERS = "a" * 32, "b" * 32
 DEMO = model_directory("demo")
 
 
-def rows_of(count: int, width: int = 4) -> LinearRequest:
-    return linear(torch.ones(count, width), *QKV, layer=0)
+def rows_of(count: int, width: int = 4) -> tuple[PreparedRequest, torch.Tensor]:
+    rows = torch.ones(count, width)
+    return PreparedRequest(linear(rows, *QKV, layer=0), (count, 6), "float32"), rows
 
 
 def made_wire() -> Any:
@@ -69,8 +69,8 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
         assert [rows.tolist() for rows in feed.inputs(MINE)] == [[[7, 8]]]
         assert shown(feed)["samples"][0]["head"] == "0700000008000000"
         for _ in range(50):
-            assert channel.submit(rows_of(50)) is wire.submit.return_value
-    assert wire.submit.call_args_list == [mock.call(rows_of(50), None)] * 50
+            assert channel.start(*rows_of(50)) is wire.start.return_value
+    assert [found.args[2] for found in wire.start.call_args_list] == [2.0, *[None] * 50]
     found = shown(feed)
     assert [one["number"] for one in found["samples"]] == list(range(20, 52))
     assert (found["requests"], found["rows"], found["running"]) == (51, 2501, False)
@@ -82,14 +82,14 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
 def test_what_crosses_while_others_are_answered_is_counted_and_not_shown(other: str | None) -> None:
     feed = Feed()
     channel = feed(made_wire(), 1.0)
-    channel.submit(rows_of(1))  # for no answer
+    channel.start(*rows_of(1))  # for no answer
     with feed.answering(MINE):
-        channel.submit(rows_of(1))
+        channel.start(*rows_of(1))
         with feed.answering(other) as complete:
-            channel.submit(rows_of(1))
-            channel.submit(rows_of(1))
+            channel.start(*rows_of(1))
+            channel.start(*rows_of(1))
             complete()
-        channel.submit(rows_of(1))
+        channel.start(*rows_of(1))
     found = shown(feed)
     assert (found["requests"], found["others"], len(found["samples"])) == (2, 2, 2)
     assert other is None or shown(feed, other)["requests"] == 0
@@ -102,12 +102,11 @@ def client() -> TestClient:
     channel = feed(made_wire(), 1.0)
 
     def complete(_: HttpRequest) -> Response:
-        channel.submit(rows_of(3, 192))
+        channel.start(*rows_of(3, 192))
         return PlainTextResponse("answer")
 
     totals = mock.Mock(return_value=Totals(pads_ready=5, pads_in_tee=1))
-    settings = mock.Mock(model=DEMO)
-    runner = mock.Mock(settings=settings, dtype=torch.float32, totals=totals)
+    runner = mock.Mock(settings=mock.Mock(model=DEMO), dtype=torch.float32, totals=totals)
     runner.policy, runner.config = load_policy("shielded"), read_config(DEMO)
     completing = Route("/v1/complete", complete, methods=["GET", "POST"])
     other = Route("/other", complete, methods=["POST"])

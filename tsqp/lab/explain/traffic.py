@@ -141,10 +141,6 @@ class _Recorder(AtOnce):
         super().__init__("nowhere")
         self._service, self._log = service, log
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`; operators send what is prepared."""
-        raise TypeError(f"an operator sent {type(request).__name__}")
-
     def start(
         self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
     ) -> int:

@@ -35,7 +35,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint, light_tensors
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.weights import CPU
-from protocol.prepared import Exchange
+from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import from_torch, raw_bytes, to_torch, torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine
@@ -73,6 +73,12 @@ class RecordingChannel(AtOnce):
         """Return what has come since this was last called."""
         trace, self.recorded = Trace(tuple(self.recorded)), []
         return trace
+
+    def start(
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
+    ) -> int:
+        """See `Channel.start`."""
+        return self.submit(prepared.request(payload), timeout_s)
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Answer at once, and keep the reply until it is waited for. Raises ServiceError."""

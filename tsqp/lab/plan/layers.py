@@ -27,11 +27,11 @@ from protocol import native
 from protocol.channel import Channel, WrappedChannel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import TsqpError
-from protocol.messages import FUSED_MODULES, Request
+from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.forward import Norm
-from protocol.prepared import Exchange
+from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import torch_dtype
 from protocol.transport import open_channel
 from tee_side.assembly import Assembly, MaskSettings
@@ -379,13 +379,15 @@ class _NotedChannel(WrappedChannel):
         # Of requests under way: when they began and ended to be handed over, and what they ask for.
         self._asked: dict[int, tuple[int, int, Task]] = {}
 
-    def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """See `Channel.submit`."""
+    def start(
+        self, prepared: PreparedRequest, payload: Payload, timeout_s: float | None = None
+    ) -> int:
+        """See `Channel.start`."""
         start_ns = time.perf_counter_ns()
-        request_id = self._channel.submit(request, timeout_s)
+        request_id = self._channel.start(prepared, payload, timeout_s)
         end_ns = time.perf_counter_ns()
         # The request itself is not kept: its memory would not be used again.
-        task = self._tracer.checker.check(cast("Computed", request))
+        task = self._tracer.checker.check(cast("Computed", prepared.request(payload)))
         self._asked[request_id] = start_ns, end_ns, task
         self._tracer.note(self._lane, start_ns, "asked")
         return request_id

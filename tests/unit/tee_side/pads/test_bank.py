@@ -350,8 +350,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: Path) -> No
 
 
 def _witness(folder: Path) -> Path:
-    bank_id = read_bank_status(place(folder))[0].bank_id
-    return place(folder).witness_file(bank_id)
+    return place(folder).witness_file(read_bank_status(place(folder))[0].bank_id)
 
 
 def _create(where: BankPlace) -> None:

@@ -348,8 +348,7 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
 
     monkeypatch.setattr(source, "load_quantized", noted)
     # Under the default policy prefill is in the TEE, which holds all of them.
-    assembly = saved_model("llama").tee("shielded").assembly
-    _fill(assembly)
+    _fill(saved_model("llama").tee("shielded").assembly)
     assert read == []
     _fill(saved_model("llama").tee("shielded-prefill").assembly)
     assert len(read) == len(set(read)) == 3 * 4 + 1

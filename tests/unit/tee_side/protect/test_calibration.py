@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from protocol.errors import ActivationRangeError, CalibrationError, ManifestError, ModelError
 from protocol.integer import MAX_IN_FEATURES, ring_product
 from protocol.messages import FUSED_MODULES
+from protocol.model.at_rest import Manifest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.manifest import Manifest
 from protocol.model.weights import load_head_scale, load_quantized
 from tee_side.native import kernels as native_sites
 from tee_side.protect.calibration import HEADROOM, MAX_SUM, Calibration, SiteScales, norm_limit

@@ -116,7 +116,6 @@ def test_with_a_device_the_log_is_read_from_its_end_on(
     # In a container there may be none to read, or none to seek in.
     for broken in ("open", "lseek"):
         watch.cache_clear()
-        refuse = Mock(side_effect=PermissionError)
-        monkeypatch.setattr(os, broken, refuse)
+        monkeypatch.setattr(os, broken, Mock(side_effect=PermissionError))
         assert (has_generation_id(), watch()) == (True, None)
         monkeypatch.setattr(os, "open", opens)

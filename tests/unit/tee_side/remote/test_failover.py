@@ -22,7 +22,8 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.messages import Request, SegmentRequest
+from protocol.messages import SegmentRequest
+from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
 from tee_side.remote.services.plan import ReplicaGroup
@@ -32,6 +33,7 @@ from tests.kit.fakes import (
     FakeService,
     World,
     ask,
+    call,
     service_error,
     stopped_clock,
     wrong,
@@ -57,24 +59,22 @@ def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
     return (*world.add("a", "b"), world.replicas("a", "b"))
 
 
-def _segment(start: int) -> SegmentRequest:
-    return SegmentRequest(
-        first_layer=0,
-        last_layer=1,
-        hidden_states=from_torch(torch.zeros(1, 4)),
-        parts=from_torch(torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])),
-        outputs=from_torch(torch.tensor([0])),
-    )
+def _segment(start: int) -> Any:
+    parts = torch.tensor([[1, 2, start, 1, start + 1, 0, 0]])
+    tensors = Payloads((torch.zeros(1, 4), parts, torch.tensor([0])))
+    fields = dict(zip(("hidden_states", "parts", "outputs"), map(from_torch, tensors), strict=True))
+    message = SegmentRequest(first_layer=0, last_layer=1, **fields)
+    return PreparedRequest(message, (1, 4), "float32"), tensors
 
 
 def test_a_healthy_run_asks_one_service_alone(world: World) -> None:
     a, b, replicas = _pair(world)
     for value in range(5):
-        assert replicas.call(ask(value)).endpoint == "a"
+        assert call(replicas, ask(value)).endpoint == "a"
     assert (len(a.got), len(b.got)) == (5, 0)
     assert (a.connections, b.connections) == (1, 1)
     # Abandoned requests are forgotten; an unknown one is a mistake.
-    first, second = replicas.submit(ask(1)), replicas.submit(ask(2))
+    first, second = replicas.start(*ask(1)), replicas.start(*ask(2))
     replicas.abandon(first)
     replicas.wait(second)
     for gone in (first, second):
@@ -87,14 +87,14 @@ def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> N
     world.add("a", max_message_bytes=104)
     world.add("b", max_message_bytes=1)
     replicas = world.replicas("b", "a")
-    assert replicas.call(ask(elements=26)).endpoint == "a"
+    assert call(replicas, ask(elements=26)).endpoint == "a"
     # None takes it: that is what the error says.
     with pytest.raises(ProtocolError) as caught:
-        replicas.call(ask(elements=27))
+        call(replicas, ask(elements=27))
     assert caught.value.code is ErrorCode.LIMIT_EXCEEDED
-    assert replicas.call(ask(elements=25)).endpoint == "a"
+    assert call(replicas, ask(elements=25)).endpoint == "a"
     with pytest.raises(OversizedRequestError):
-        world.replicas("a").submit(ask(elements=27))
+        world.replicas("a").start(*ask(elements=27))
 
 
 @each_row(
@@ -117,21 +117,21 @@ def test_a_message_limit_is_that_of_the_service_that_names_it(world: World) -> N
     ],
 )
 def test_what_one_service_fails_at_another_is_asked(
-    answer: Any, request_of: Callable[[], Request], asked: int, back: bool
+    answer: Any, request_of: Callable[[], Any], asked: int, back: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         clock, world = stopped_clock(patch), World()
         a, b = world.add("a", "b")
         replicas = world.replicas("a", "b")
         a.answers, request = deque([answer]), request_of()
-        assert replicas.call(request).endpoint == "b"
+        assert call(replicas, request).endpoint == "b"
         assert (len(a.got), len(b.got)) == (asked, 1)
-        assert b.got[0] is request  # these very tensors
+        assert b.got[0] is request[1]  # these very tensors
         # From now on it is asked first, though the other may be back.
-        assert replicas.call(ask(4)).endpoint == replicas.endpoint == "b"
+        assert call(replicas, ask(4)).endpoint == replicas.endpoint == "b"
         assert len(a.got) == asked
         b.answers, b.up, b.comes_back = deque(["lost"]), False, clock.now + 0.5
-        assert replicas.call(ask()).endpoint == ("a" if back else "b")
+        assert call(replicas, ask()).endpoint == ("a" if back else "b")
         # Of bad bytes the service is never asked again.
         assert a.connections > 1 or len(a.got) == asked + back
 
@@ -140,17 +140,17 @@ def test_a_lost_session_is_the_requests_own_affair(world: World) -> None:
     a, b, replicas = _pair(world)
     a.answers = deque([service_error(ErrorCode.UNKNOWN_SESSION)])
     with pytest.raises(ServiceError) as caught:
-        replicas.call(_segment(7))
+        call(replicas, _segment(7))
     assert caught.value.code is ErrorCode.UNKNOWN_SESSION
     assert not b.got
     for endpoint in ("a", "b", "a"):
-        assert replicas.call(ask()).endpoint == endpoint
+        assert call(replicas, ask()).endpoint == endpoint
         replicas.turn_away()
 
 
 def test_what_had_arrived_before_a_failure_is_not_asked_again(world: World) -> None:
     a, b, replicas = _pair(world)
-    ids = [replicas.submit(ask(value)) for value in range(2)]
+    ids = [replicas.start(*ask(value)) for value in range(2)]
     connection = next(one for one in world.opened if one.endpoint == "a")
     last = connection._last_id
     connection.arrived = lambda number, _until=0.0: number == last  # type: ignore[method-assign]
@@ -163,10 +163,10 @@ def test_what_had_arrived_before_a_failure_is_not_asked_again(world: World) -> N
 def test_a_service_that_shuts_down_answers_what_it_has_and_gets_nothing_new(world: World) -> None:
     a, _, replicas = _pair(world)
     a.answers = deque([ENDING, "good"])
-    ids = [replicas.submit(ask(value)) for value in range(3)]
+    ids = [replicas.start(*ask(value)) for value in range(3)]
     assert replicas.wait(ids[0]).endpoint == "b"
     assert not world.opened[0].closed
-    fourth = replicas.submit(ask(3))
+    fourth = replicas.start(*ask(3))
     assert replicas.wait(ids[1]).endpoint == "a"
     assert not world.opened[0].closed
     replicas.abandon(ids[2])
@@ -183,7 +183,7 @@ def test_a_full_queue_is_asked_again_less_and_less_often_until_the_deadline(
     a.answers = deque([FULL] * 10_000)
     limits = r"QUEUE_FULL \(it queues 8 requests and 4096 bytes of one client\)"
     with pytest.raises(DeadlineExceededError, match=limits) as caught:
-        replicas.call(ask(), 1.0)
+        call(replicas, ask(), 1.0)
     assert caught.value.got.startswith("no reply within 1 s (a: error reply QUEUE_FULL")
     assert clock.slept == pytest.approx(
         [0.01, 0.02, 0.04, 0.08, 0.16, 0.2, 0.2, 0.2, 0.09], rel=1e-3
@@ -199,15 +199,15 @@ def test_a_lone_service_is_waited_for_until_the_deadline_and_asked_after_a_new_h
     a, replicas = _lone(world)
     a.answers, a.up, a.comes_back = deque(["lost"]), False, clock.now + 0.1
     request = ask(7)
-    assert replicas.call(request).endpoint == "a"
-    assert a.got == [request, request]
+    assert call(replicas, request).endpoint == "a"
+    assert list(map(id, a.got)) == [id(request[1])] * 2
     # Nothing is sent over a connection on which the handshake has not been made.
     assert a.events[:2] == a.events[-2:] == ["Init", "request"]
     assert set(a.events[2:-2]) <= {"Init"}
     began = clock.now
     a.answers, a.comes_back = deque(["lost"]), float("inf")
     with pytest.raises(DeadlineExceededError) as caught:
-        replicas.call(ask(), 0.2)
+        call(replicas, ask(), 0.2)
     assert clock.now - began == pytest.approx(0.2, abs=1e-3)
     assert caught.value.got == "no reply within 0.2 s (a: a lost connection)"
     assert caught.value.retryable
@@ -217,7 +217,7 @@ def test_a_handshake_that_is_not_answered_is_begun_again(world: World, clock: An
     """A service may take a connection, and be gone before it reads what came over it."""
     a, replicas = _lone(world)
     a.answers, a.swallows = deque(["lost"]), 1
-    assert replicas.call(ask(), 60.0).endpoint == "a"
+    assert call(replicas, ask(), 60.0).endpoint == "a"
     assert a.events == ["Init", "request", "Init", "Init", "request"]
     assert a.connections == 3
     assert clock.now == pytest.approx(1005.1, abs=0.1)
@@ -230,19 +230,19 @@ def test_a_request_that_ends_every_connection_is_given_up(
     a, replicas = _lone(world)
     a.answers = deque([fault] * 1000)
     with pytest.raises((EndpointError, ServiceError), match=r"lost|SHUTTING_DOWN"):
-        replicas.call(ask(), 60.0)
+        call(replicas, ask(), 60.0)
     assert len(a.answers) >= 1000 - 10
     # Between attempts, and not for what cannot come.
     assert max(clock.slept) < 1.0
     if fault is ENDING:
         # Of each connection one is told to go, the others are not answered.
-        for request_id in [replicas.submit(ask(value)) for value in range(8)]:
+        for request_id in [replicas.start(*ask(value)) for value in range(8)]:
             with pytest.raises(ServiceError):
                 replicas.wait(request_id)
     assert world.most_open <= 2
     # It is about that request alone.
     a.answers.clear()
-    assert replicas.call(ask()).endpoint == "a"
+    assert call(replicas, ask()).endpoint == "a"
     world.made[-1].close()
 
 
@@ -250,7 +250,7 @@ def test_each_request_has_its_own_deadline_and_is_sent_again_with_what_is_left_o
     world: World, clock: Any
 ) -> None:
     a, b, replicas = _pair(world)
-    first, second = replicas.submit(ask(1), 0.0), replicas.submit(ask(2), 4.0)
+    first, second = replicas.start(*ask(1), 0.0), replicas.start(*ask(2), 4.0)
     a.answers = deque(["lost"])
     # One whose time is up does not send others first.
     with pytest.raises(DeadlineExceededError):
@@ -275,45 +275,45 @@ def test_the_gravest_of_what_services_said_is_the_kind_of_the_error(order: tuple
 
 def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> None:
     a, b, replicas = _pair(world)
-    ids = [replicas.submit(ask(value)) for value in range(3)]
+    ids = [replicas.start(*ask(value)) for value in range(3)]
     replicas.distrust(replicas.wait(ids[0]), wrong())
     # Nor is what it said of other requests used.
     assert [replicas.wait(request_id).endpoint for request_id in ids[1:]] == ["b", "b"]
     assert (len(a.got), len(b.got)) == (3, 2)
     b.answers, b.up = deque(["lost"]), False
     with pytest.raises(DeadlineExceededError) as caught:
-        replicas.call(ask(), 0.1)
+        call(replicas, ask(), 0.1)
     assert "a: a wrong product; b: a lost connection" in caught.value.got
     assert len(a.got) == 3
     # Of the last one that lies it is the error itself.
     b.up, error = True, wrong()
     with pytest.raises(VerificationError) as last:
-        replicas.distrust(replicas.call(ask()), error)
+        replicas.distrust(call(replicas, ask()), error)
     assert last.value is error
     with pytest.raises(VerificationError, match="a: a wrong product; b: a wrong product"):
-        replicas.submit(ask())
+        replicas.start(*ask())
 
 
 def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(world: World) -> None:
     """Its last bytes are looked at when the loss is noticed; it is no lost one that may be back."""
     for error in (BAD_BYTES, OTHER_METHOD):
         a, b, replicas = _pair(world)
-        ids = [replicas.submit(ask(value)) for value in range(3)]
+        ids = [replicas.start(*ask(value)) for value in range(3)]
         connection = [one for one in world.opened if one.endpoint == "a"][-1]
         connection.arrived = Mock(side_effect=error)  # type: ignore[method-assign]
         a.answers = deque(["lost"])
         assert [replicas.wait(request_id).endpoint for request_id in ids] == ["b"] * 3
         b.answers = deque(["lost"])
-        assert replicas.call(ask()).endpoint == "b"
+        assert call(replicas, ask()).endpoint == "b"
         assert a.connections == 1
         b.answers = deque([BROKEN])
         with pytest.raises(type(error), match=f"a: {error.got}; b: error reply INTERNAL"):
-            replicas.call(ask())
+            call(replicas, ask())
 
 
 def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: World) -> None:
     a, _, replicas = _pair(world)
-    ids = [replicas.submit(ask(value)) for value in range(3)]
+    ids = [replicas.start(*ask(value)) for value in range(3)]
     exchange = replicas.wait(ids[0])
     # The others' replies have come when the connection is lost.
     connection = world.opened[0]
@@ -328,12 +328,12 @@ def test_what_a_liar_said_before_its_connection_was_lost_is_not_used(world: Worl
 def test_a_caught_liar_is_not_asked_under_another_name(world: World, clock: Any) -> None:
     _, b, c = world.add("a", "b", "c")
     replicas = world.replicas("a", "b", "c")
-    replicas.distrust(replicas.call(ask()), wrong())
+    replicas.distrust(call(replicas, ask()), wrong())
     # Where b was, what was caught at a answers now.
     b.answers, b.instance = deque(["lost"]), "a"
-    assert replicas.call(ask()).endpoint == "c"
+    assert call(replicas, ask()).endpoint == "c"
     c.answers, c.up, c.comes_back = deque(["lost"]), False, clock.now + 0.2
-    assert replicas.call(ask()).endpoint == "c"
+    assert call(replicas, ask()).endpoint == "c"
     assert len(b.got) == 1
     assert b.events[-1] == "Init"
 
@@ -342,27 +342,27 @@ def test_an_interrupt_leaves_nothing_behind(world: World) -> None:
     a, replicas = _lone(world)
     a.answers = deque([KeyboardInterrupt(), "lost"])
     with pytest.raises(KeyboardInterrupt):
-        replicas.call(ask())
+        call(replicas, ask())
     assert a.connections == 1
     # In a handshake: its connection is closed.
     a.held = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        replicas.call(ask())
+        call(replicas, ask())
     assert all(connection.closed for connection in world.opened)
     assert not replicas._in_flight
     a.held = None
-    assert replicas.call(ask()).endpoint == "a"
+    assert call(replicas, ask()).endpoint == "a"
 
 
 def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: World) -> None:
     """Half of it may have been sent, and the next would be taken for the rest."""
     a, replicas = _lone(world)
-    waiting = replicas.submit(ask(1))
+    waiting = replicas.start(*ask(1))
     connection = world.opened[0]
     a.answers = deque(["good"])
-    connection.submit = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    connection.start = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        replicas.submit(ask(2))
+        replicas.start(*ask(2))
     assert connection.closed
     # What was in flight is asked again, over a new one.
     assert replicas.wait(waiting).endpoint == "a"
@@ -377,7 +377,7 @@ def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
         ReplicaGroup(2, 0, 3, ("c",)),
         layers=4,
     )
-    asked = [[channel.call(ask()).endpoint for channel in services.at(n)] for n in range(4)]
+    asked = [[call(channel, ask()).endpoint for channel in services.at(n)] for n in range(4)]
     assert asked == [["a", "c"], ["a", "c"], ["b", "c"], ["b", "c"]]
     checked = {name: set(one.checked) for name, one in world.services.items()}
     assert checked == {"a": {(0, 1)}, "b": {(2, 3)}, "c": {(0, 3)}}
@@ -431,7 +431,7 @@ def test_every_group_is_waited_for(world: World, clock: Any) -> None:
     services = world.connect(
         ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(1, 1, 1, ("b",)), layers=2, connect_s=10.0
     )
-    assert services.at(1)[0].call(ask()).endpoint == "b"
+    assert call(services.at(1)[0], ask()).endpoint == "b"
 
 
 def test_a_missing_replica_is_left_out_with_a_warning_after_a_moment(
@@ -447,7 +447,7 @@ def test_a_missing_replica_is_left_out_with_a_warning_after_a_moment(
     # It is used as soon as it is there and needed.
     a.up, b.up, c.up, b.answers, c.comes_back = True, False, False, deque(["lost"]), float("inf")
     c.answers = deque(["lost"])
-    assert services.call(ask()).endpoint == "a"
+    assert call(services, ask()).endpoint == "a"
 
 
 def test_a_process_that_was_stopped_looks_at_what_has_come_before_giving_up(
@@ -467,6 +467,5 @@ def test_a_process_that_was_stopped_looks_at_what_has_come_before_giving_up(
     # The handshake itself has more time than that.
     monkeypatch.setattr(member, "_HANDSHAKE_S", 3600.0)
     monkeypatch.setattr(FakeConnection, "arrived", stopped)
-    found = world.replicas("a", "b")
-    assert [one.session is not None for one in found.members] == [True] * 2
+    assert [one.session is not None for one in world.replicas("a", "b").members] == [True] * 2
     assert looks["a"] == 2

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from protocol.messages import InitReply, InitRequest, TensorReply
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.tensors import from_torch
-from tee_side.attest.appraisal import AppraisalPolicy
+from tee_side.attest.appraisal import AppraisalPolicy, appraise_service
 from tee_side.attest.guests import simulate
 from tee_side.attest.statement import NONE, Claims, Statement, report_data
-from tee_side.remote.attested import ServiceAppraisal
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions, ServiceCheck
 from tee_side.remote.services.plan import ReplicaGroup, ServiceSpec, check_links
@@ -36,7 +36,7 @@ def _check(directory: Path, **settings: Any) -> ServiceCheck:
 
 
 def _said(directory: Path) -> InitReply:
-    reply = LoopbackChannel(directory).call(InitRequest()).response
+    reply = LoopbackChannel(directory).answer(InitRequest())
     assert isinstance(reply, InitReply)
     return reply
 
@@ -186,12 +186,11 @@ def statement(measurement: bytes = MEASUREMENT, **said: Any) -> bytes:
     return Statement(claims=stated, evidence=evidence).encode()
 
 
-def asking(attested: Any = "simulated") -> ServiceAppraisal:
+def asking(attested: Any = "simulated") -> Any:
     policy = AppraisalPolicy.development().model_dump()
     policy["simulated"] = {"measurements": [MEASUREMENT.hex()]}
-    return ServiceAppraisal(
-        attested, AppraisalPolicy.model_validate(policy, strict=False), lambda: NOW
-    )
+    made = AppraisalPolicy.model_validate(policy, strict=False)
+    return partial(appraise_service, attested, made, utc=lambda: NOW)
 
 
 @each_row(
