@@ -15,10 +15,16 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.lab.bench import prepare
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
-from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
+from tsqp.lab.measure import (
+    describe_machine,
+    elapsed_us,
+    in_fresh_process,
+    script,
+    write_results,
+)
 from tsqp.processes import start_service
 
 Options = argparse.Namespace
@@ -57,7 +63,7 @@ class Place(ExitStack):
     def model(self, shape: Shape, *, linear: bool) -> Path:
         """Return a directory of the shape with random weights. `linear`: also of its layers."""
         say(f"making random weights of {shape.name}")
-        return prepare.random_model(self.folder / "model", shape, linear=linear)
+        return in_fresh_process(write_random_model, self.folder / "model", shape, linear)
 
 
 def main(about: str | None, measure: Callable[[Options, Place], Found], **options: Any) -> None:

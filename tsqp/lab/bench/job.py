@@ -217,23 +217,8 @@ class BenchSettings(Measuring):
         )
 
 
-@dataclass(frozen=True)
-class PolicyJob:
-    """One policy's measurements, by one process.
-
-    `policy`: its name or path; `endpoints`: of services; `service_pids`: of those that are ours;
-    `bank`: its pads, None to make them on the way.
-    """
-
-    settings: BenchSettings
-    model: Path
-    policy: str
-    endpoints: tuple[str, ...] = ()
-    service_pids: tuple[int, ...] = ()
-    bank: Path | None = None
-
-
-# What a job tells: what it does now, what it has measured, and at last what is known at its end.
+# What a process that measures a policy tells: what it does now, what it has measured, and at last
+# what is known at its end.
 Answer: TypeAlias = str | Case | Timeline | RequestTimes | Finished
 
 

@@ -27,7 +27,6 @@ from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import (
     Answer,
     BenchSettings,
-    PolicyJob,
     check_disk,
     check_memory,
     needs_linear,
@@ -260,14 +259,16 @@ class Bench:
         if given is None:
             self._say(f"making random weights of {self._shape.name}")
             linear = self._needs_linear()
-            given = prepare.random_model(folder / "model", self._shape, linear=linear)
+            given = in_fresh_process(
+                prepare.write_random_model, folder / "model", self._shape, linear
+            )
         model = prepare.endless(given, folder)
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
         hollow = model
         if any(self._needs_hollow(policy) for _, policy in self._all_policies):
-            hollow = prepare.hollow(model, folder)
+            hollow = in_fresh_process(prepare.write_hollow, model, folder / "hollow")
         for name, policy in self._all_policies:
             # A service a policy: a fresh one, whose peak of memory is that policy's.
             with ExitStack() as running:
@@ -297,20 +298,17 @@ class Bench:
         given = prepare.pad_bank(
             model, policy, self._pads(policy), bank, zeros=not settings.computes
         )
-        job = PolicyJob(
-            # Policies are read again there.
-            replace(settings, policies=()),
-            model,
-            name,
-            endpoints=tuple(endpoint for _, endpoint in services),
-            service_pids=tuple(pid for pid, _ in services if pid),
-            bank=given,
-        )
         answers: list[Answer] = []
         # Without a last answer, 0 for what only that says.
         finished = Finished()
         try:
-            for answer in run_job(f"policy {name}", measure, job):
+            for answer in run_job(
+                f"policy {name}",
+                measure,
+                # Policies are read again there.
+                replace(settings, policies=()),
+                *(model, name, services, given),
+            ):
                 if isinstance(answer, str):
                     self._say(f"{policy.name}: {answer}")
                 elif isinstance(answer, Finished):
@@ -320,7 +318,7 @@ class Bench:
         finally:
             gpu_peak_bytes: int | None = None
             with suppress(OSError):
-                gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
+                gpu_peak_bytes = sum(peak_bytes(pid) for pid, _ in services if pid) or None
             if answers:
                 self._policies.append(
                     PolicyRun(
