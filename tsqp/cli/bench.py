@@ -227,8 +227,7 @@ def bench(
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],
         ),
-        default_prefill="prefill" not in given,
-        default_context="context" not in given,
+        defaults=context.params.keys() - given,
     )
     run = Bench(settings, _say)
     outputs.report_of(run, lambda report: show(report, console, details=details))

@@ -69,8 +69,6 @@ _BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
 # Clocks are read one after another: spans that touch may overlap by this much.
 _TOUCH_US = 1.0
 
-# Starts and ends, in microseconds from the step's start.
-Times = Sequence[tuple[float, float]]
 Event = dict[str, Any]
 # A span thinner than this share of a timeline is drawn together with its neighbours.
 _FINEST = 1 / 1500
@@ -78,16 +76,6 @@ _FINEST = 1 / 1500
 _BETWEEN = "between operators"
 # Width of a letter of an operator's name, as a share of the plot's.
 _LETTER = 0.0072
-
-_BARS_CAPTION = (
-    f"{REST_NAME.capitalize()}: {REST_MEANING}. Embedding and LM head in the TEE are cut off where"
-    " they would dwarf the rest."
-)
-_GROWTH_CAPTION = (
-    "Without vocabulary: less Embedding and LM head in the TEE. Lines are power laws, fitted by"
-    " least squares; the legend has their exponents. Exponent 1: time in proportion to the size; 0:"
-    " time that does not grow."
-)
 
 
 def plots(report: Report) -> list[Picture]:
@@ -126,8 +114,12 @@ def _stage_bars(report: Report, phase: Phase) -> Picture | None:
             axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
         legend(figure, [*_stage_legend(used), (REST_NAME, LIGHT)])
         figure.supxlabel("ms a step, all layers together", fontsize=9.5, color="#333333")
-        caption = "\n".join([*(dominant(run, case) for run, case in pairs), _BARS_CAPTION])
-        return picture(figure, f"Where the time goes: {name_of(pairs[0][1])}", caption)
+        about = [
+            *(dominant(run, case) for run, case in pairs),
+            f"{REST_NAME.capitalize()}: {REST_MEANING}. Embedding and LM head in the TEE are cut"
+            " off where they would dwarf the rest.",
+        ]
+        return picture(figure, f"Where the time goes: {name_of(pairs[0][1])}", "\n".join(about))
 
 
 def _limit(cases: Sequence[Case]) -> float:
@@ -220,7 +212,13 @@ def _growth(report: Report) -> Picture | None:
             axis.set_xlabel("sequences" if batch else found[0].against)
             axis.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.17), borderpad=0)
         axes[0][0].set_ylabel("ms a step, without vocabulary")
-        return picture(figure, "Cost against size", _GROWTH_CAPTION)
+        return picture(
+            figure,
+            "Cost against size",
+            "Without vocabulary: less Embedding and LM head in the TEE. Lines are power laws,"
+            " fitted by least squares; the legend has their exponents. Exponent 1: time in"
+            " proportion to the size; 0: time that does not grow.",
+        )
 
 
 def _undivided(found: Sequence[Growth]) -> list[Growth]:
@@ -263,8 +261,11 @@ def length_us(timeline: Timeline) -> float:
     return max((stop for _, stop in times_of(timeline.spans)), default=0.0)
 
 
-def merged(times: Times, gap_us: float = 0.0) -> list[tuple[float, float]]:
-    """Return starts and ends by start; those that are no further apart than this become one."""
+def merged(times: Iterable[tuple[float, float]], gap_us: float = 0.0) -> list[tuple[float, float]]:
+    """Return starts and ends by start; those that are no further apart than this become one.
+
+    In microseconds from the step's start.
+    """
     made: list[tuple[float, float]] = []
     for begin, stop in sorted(times):
         if made and begin - made[-1][1] <= gap_us:

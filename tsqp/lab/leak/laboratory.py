@@ -203,7 +203,7 @@ class Laboratory:
                 key=key,
                 server_model=served,
                 baselines=False,
-                default_context=True,
+                defaults=("context",),
                 plan=Plan(prefill=(1,), decode=((_CONTEXT, 1),), generation=None, repeats=2),
             ),
             lambda _line: None,
