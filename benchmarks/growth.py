@@ -124,9 +124,7 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Opt
             baselines=False,
             plan=plan,
         )
-        bench = Bench(settings, say)
-        bench.run()
-        (run,) = bench.report().policies
+        (run,) = Bench(settings, say).run().policies
         return run
 
 

@@ -126,8 +126,7 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
         say,
     )
     (planned,) = planning.run().policies
-    bench.run()
-    (measured,) = bench.report().policies
+    (measured,) = bench.run().policies
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
         prediction = planned.prefill if phase == "prefill" else planned.decode

@@ -229,8 +229,7 @@ def bench(
         ),
         defaults=context.params.keys() - given,
     )
-    run = Bench(settings, _say)
-    outputs.report_of(run, lambda report: show(report, console, details=details))
+    outputs.report_of(Bench(settings, _say), lambda report: show(report, console, details=details))
     if not outputs.written:
         context.exit(EXIT_FAILURE)
 

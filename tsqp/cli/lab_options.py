@@ -96,15 +96,11 @@ class Outputs(Generic[R]):
                 f"{path} twice",
                 "a file for each",
             )
-            try:
+            with SettingsError.for_os(str(path), "a file to write"):
                 # For appending: a run that is refused leaves an old file as it was.
                 path.open("ab").close()
                 if new:
                     path.unlink()
-            except OSError as error:
-                raise SettingsError(
-                    str(path), got=error.strerror or "an error", expected="a file to write"
-                ) from None
 
     def report_of(self, work: Bench | Laboratory, show: Callable[[Any], None]) -> Any:
         """Carry out a work, show its report and write it, of an interrupted work, too; return it.

@@ -151,27 +151,27 @@ def _side_by_side(report: Report) -> Picture | None:
         "sent": COLOURS[2],
         "received": "#99d8c4",
     }
-    colours = list(kinds.values())
     with drawing(sum(0.34 * len(pairs) + 1.15 for pairs in rows)) as figure:
         heights = [len(pairs) + 2 for pairs in rows]
         axes = figure.subplots(len(rows), 3, squeeze=False, height_ratios=heights)
         for pairs, (rate, time, traffic) in zip(rows, axes, strict=True):
             names, cases = [run.policy for run, _ in pairs], [case for _, case in pairs]
             tokens = [tokens_per_step(case) for case in cases]
-            parts = {
+            lengths = (
                 # Overhead, all of it where a step makes no RPC, Embedding and LM head.
-                colours[0]: [case.overhead_ms if case.rpcs else 0.0 for case in cases],
-                colours[1]: [0.0 if case.rpcs else case.overhead_ms for case in cases],
-                colours[2]: [case.heavy_ms for case in cases],
-                colours[3]: [c.bytes_sent / n for c, n in zip(cases, tokens, strict=True)],
-                colours[4]: [c.bytes_received / n for c, n in zip(cases, tokens, strict=True)],
-            }
+                [case.overhead_ms if case.rpcs else 0.0 for case in cases],
+                [0.0 if case.rpcs else case.overhead_ms for case in cases],
+                [case.heavy_ms for case in cases],
+                [c.bytes_sent / n for c, n in zip(cases, tokens, strict=True)],
+                [c.bytes_received / n for c, n in zip(cases, tokens, strict=True)],
+            )
+            parts = list(zip(kinds.values(), lengths, strict=True))
             bars(rate, names, [(COLOURS[0], [case.tokens_per_s for case in cases])], figures)
             rate.set_title(f"{name_of(cases[0])}: tokens/s")
             rate.set_xlabel(worth.get(report.setup.device.partition(":")[0], ""), fontsize=8.5)
-            bars(time, [""] * len(names), [*parts.items()][:3], figures)
+            bars(time, [""] * len(names), parts[:3], figures)
             time.set_title("ms a step")
-            bars(traffic, [""] * len(names), [*parts.items()][3:], size)
+            bars(traffic, [""] * len(names), parts[3:], size)
             traffic.set_title("bytes a token")
         legend(figure, list(kinds.items()), "lower right")
         caption = "Of each phase the step by which policies are compared."

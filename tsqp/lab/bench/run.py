@@ -106,14 +106,15 @@ class Bench:
                 f" context {contexts or 'none'}"
             )
 
-    def run(self) -> None:
-        """Measure. What ends it early is in the report, and raised."""
+    def run(self) -> Report:
+        """Measure, and return the report. What ends it early is in the report, and raised."""
         try:
             with tempfile.TemporaryDirectory(prefix="tsqp-bench-") as folder:
                 self._run(Path(folder))
         except BaseException as error:
             self._add(incomplete="; ".join([_reason(error), *self._missing()]))
             raise
+        return self._report
 
     def _add(self, **found: Any) -> None:
         self._report = self._report.model_copy(update=found)
@@ -255,9 +256,11 @@ class Bench:
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
-        hollow = model
-        if self._hollow:
-            hollow = in_fresh_process(prepare.write_hollow, model, folder / "hollow")
+        hollow = (
+            in_fresh_process(prepare.write_hollow, model, folder / "hollow")
+            if self._hollow
+            else model
+        )
         for name, policy in self._all_policies:
             # A service a policy: a fresh one, whose peak of memory is that policy's.
             with ExitStack() as running:

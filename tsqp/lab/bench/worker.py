@@ -333,11 +333,9 @@ class Collector:
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
-        queue_ns = timing.queue_us * 1000 if timing else 0
-        gpu_ns = timing.compute_us * 1000 if timing else 0
         # The service's clock is its own and its claims are not checked: they are made to fit.
-        queue_ns = min(queue_ns, slowest.elapsed_ns)
-        gpu_ns = min(gpu_ns, slowest.elapsed_ns - queue_ns)
+        queue_ns = min(timing.queue_us * 1000 if timing else 0, slowest.elapsed_ns)
+        gpu_ns = min(timing.compute_us * 1000 if timing else 0, slowest.elapsed_ns - queue_ns)
         # How the wire's time divides into there and back is not known: in halves.
         half_ns = (slowest.elapsed_ns - queue_ns - gpu_ns) / 2
         start_ns = float(slowest.sent_ns)
