@@ -130,8 +130,7 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Opt
 
 def measure(options: Options, _place: Place) -> Found:
     """Measure each number of layers, and fit. Raises TsqpError."""
-    names = ("layers", "contexts", "prompts", "batches")
-    sizes = {name: list(getattr(options, name)) for name in names}
+    sizes = {n: list(getattr(options, n)) for n in ("layers", "contexts", "prompts", "batches")}
     shape = find_shape(options.shape)
     runs = {n: _measure(shape, n, sizes, options) for n in sizes["layers"]}
     return {

@@ -130,9 +130,11 @@ class Repeated:
             f"at least {needed} for {steps} steps",
         )
         prompts = random_prompts(runner.config, tokens, batch)
-        self.step = prompt_step(runner, prompts[0])
-        if steps:
-            self.step = decode_step(closing, runner, prompts, steps + 2)
+        self.step = (
+            decode_step(closing, runner, prompts, steps + 2)
+            if steps
+            else prompt_step(runner, prompts[0])
+        )
 
     def timed_ms(self) -> float:
         """Run a step; return its time."""

@@ -106,10 +106,12 @@ def _stage_bars(report: Report, phase: Phase) -> Picture | None:
         for axis, (run, case) in zip(axes.flat, pairs, strict=False):
             totals = {total.operator: total.stages for total in by_operator(case)}
             parts = [
-                (colour, [*(getattr(totals.get(name), stage, 0.0) / 1e3 for name in names), 0.0])
-                for stage, colour in _STAGE_COLOURS.items()
+                *(
+                    (colour, [*(getattr(totals.get(n), stage, 0.0) / 1e3 for n in names), 0.0])
+                    for stage, colour in _STAGE_COLOURS.items()
+                ),
+                (LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]),
             ]
-            parts.append((LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]))
             bars(axis, [*names, REST_NAME], parts, figures, limit, none="")
             axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
         legend(figure, [*_stage_legend(used), (REST_NAME, LIGHT)])
@@ -323,9 +325,10 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         busy = {
             side: times_of(span for span in timeline.spans if resource(span) == side)
             for side in RESOURCES
+        } | {
+            # What no lane's operator did: two lanes may lack one at the same time.
+            _BETWEEN: [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         }
-        # What no lane's operator did: two lanes may lack one at the same time.
-        busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         length = length_us(timeline)
         shares = {
             side: sum(stop - start for start, stop in merged(times)) / length
@@ -355,10 +358,11 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
     for place, (busy, lane) in enumerate(lines):
         own = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
         # First, so that what is an operator's lies above it.
-        drawn = [(LIGHT, between_us(timeline, lane) if busy == "TEE" else [])]
-        for stage, colour in _STAGE_COLOURS.items():
-            drawn.append((colour, times_of(s for s in own if f"{s.stage}_us" == stage)))
-        for colour, times in drawn:
+        drawn = {LIGHT: between_us(timeline, lane) if busy == "TEE" else []} | {
+            colour: times_of(span for span in own if f"{span.stage}_us" == stage)
+            for stage, colour in _STAGE_COLOURS.items()
+        }
+        for colour, times in drawn.items():
             seen = [(start, stop) for start, stop in times if start < end and stop > begin]
             # Pieces nearer than can be seen become one.
             pieces = merged(seen, (end - begin) * _FINEST / 2)

@@ -176,8 +176,8 @@ def write_hollow(source: Path, target: Path) -> Path:
     size = write_header(path, files[path.name])
     os.truncate(path, path.stat().st_size + size)
     weight_map = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (target / INDEX_FILE).write_text(index, encoding="utf-8")
     if (source / CALIBRATION_FILE).exists():
         digests = model_digest(config, checkpoint), linear_digest(config, checkpoint)
         found = Calibration.load(source / CALIBRATION_FILE, config, *digests)

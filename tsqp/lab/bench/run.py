@@ -48,14 +48,6 @@ from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-# What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
-_TEE_ONLY = ("tee-only", "tee-only-int8")
-
-# Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
-_PUBLISHED_NEW_TOKENS = 64
-# For one length of one baseline; the slowest take 6 s a pass.
-_BASELINE_S = 5.0
-
 
 class Bench:
     """One run. Everything is checked before anything is made or measured."""
@@ -88,7 +80,10 @@ class Bench:
         self._report = Report(setup=setup, policies=(), baselines=(), ping_pong=())
         self._all_policies = [*settings.policies]
         if settings.baselines and all(policy.services for _, policy in settings.policies):
-            self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
+            # What needs no service: in the model's own floats, and in int8 by the kernels of
+            # `shielded`.
+            alone = ("tee-only", "tee-only-int8")
+            self._all_policies += [(name, load_policy(name)) for name in alone]
         # Whether a service that computes, or the TEE, needs linear weights.
         self._linear = (
             settings.baselines
@@ -328,7 +323,8 @@ class Bench:
         common: dict[str, Any] = {
             "threads": settings.threads,
             "tokens": plan.prefill,
-            "case_s": _BASELINE_S,
+            # For one length; the slowest take 6 s a pass.
+            "case_s": 5.0,
         }
         if Checkpoint(model).holds(linear_tensors(self._config)):
             self._say("baseline: transformers")
@@ -351,7 +347,8 @@ class Bench:
                 services = prepare.start_services(running, policy, model, folder, served)
                 options = common | {
                     "endpoint": services[0][1],
-                    "new_tokens": _PUBLISHED_NEW_TOKENS,
+                    # It has no KV cache, and recomputes all of them for each.
+                    "new_tokens": 64,
                     "sampled": 2,
                     "repeats": 5,
                     "against": "cpu" if settings.computes else "null",
