@@ -17,11 +17,12 @@ from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
+from tsqp.lab.bench.worker import decode_step, prompt_step
 from tsqp.lab.measure import (
     describe_machine,
     elapsed_us,
     in_fresh_process,
+    random_ids,
     script,
     write_results,
 )
@@ -129,7 +130,7 @@ class Repeated:
             f"{positions} positions",
             f"at least {needed} for {steps} steps",
         )
-        prompts = random_prompts(runner.config, tokens, batch)
+        prompts = random_ids(runner.config.vocab_size, tokens, seed=0, sequences=batch).tolist()
         self.step = (
             decode_step(closing, runner, prompts, steps + 2)
             if steps

@@ -58,10 +58,11 @@ def times_us(
     `requests`: of other layers, one after the other, so that no weight stays in a cache.
     """
     work = [map(channel.call, cycle(requests)).__next__ for channel in channels]
-    times = interleaved(work, rounds + _BLOCK, _BLOCK, settle=0)
     # The first block warms up.
-    counted = (sorted(taken[_BLOCK:]) for taken in times)
-    return [taken[int(quantile * (len(taken) - 1))] for taken in counted]
+    times = [
+        sorted(taken[_BLOCK:]) for taken in interleaved(work, rounds + _BLOCK, _BLOCK, settle=0)
+    ]
+    return [taken[int(quantile * (len(taken) - 1))] for taken in times]
 
 
 def measure(options: Options, place: Place) -> Found:

@@ -143,8 +143,11 @@ def measure(options: Options, place: Place) -> Found:
             )
             for kind, values in found.items():
                 times[way, kind] += values
-    report = {way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS}
-    return {"policy": options.policy, "rounds": options.rounds, **report}, True
+    return {
+        "policy": options.policy,
+        "rounds": options.rounds,
+        **{way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS},
+    }, True
 
 
 if __name__ == "__main__":

@@ -98,8 +98,11 @@ def measure(options: Options, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
     made, folder = place.model(find_shape(options.shape), linear=True), place.folder
     # First with random weights, for its scales, then with zeros.
-    scaled = prepare.calibration(prepare.endless(made, folder), folder)
-    model = in_fresh_process(prepare.write_hollow, scaled, folder / "hollow")
+    model = in_fresh_process(
+        prepare.write_hollow,
+        prepare.calibration(prepare.endless(made, folder), folder),
+        folder / "hollow",
+    )
     endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
     line = "batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step"
     results = [

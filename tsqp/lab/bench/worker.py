@@ -18,7 +18,6 @@ from operator import itemgetter, sub
 from pathlib import Path
 from typing import TypeAlias
 
-from protocol.model.config import ModelConfig
 from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
@@ -26,7 +25,7 @@ from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.words import Operator, Phase, Place, TeeStage
+from tee_side.words import Operator, Phase, Place
 from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, kv_bytes, vocabulary_bytes
 from tsqp.lab.bench.model import (
     STAGES,
@@ -105,12 +104,6 @@ def measure(
         )
 
 
-def random_prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
-    """Return random token ids: what they say makes no difference to time."""
-    ids: list[list[int]] = random_ids(config.vocab_size, tokens, seed=0, sequences=count).tolist()
-    return ids
-
-
 def prompt_step(runner: Runner, prompt: Sequence[int]) -> Step:
     """Return what runs a prompt up to its first token."""
     return lambda: list(runner.generate(prompt, max_new_tokens=1, with_text=False).steps())
@@ -152,7 +145,9 @@ def _cases(runner: Runner, given: BenchSettings, services: Services) -> Iterator
     A timeline is of the longest prompt, and of the first kind of decode step.
     """
     plan, step_tokens = given.plan, given.step_tokens
-    prompts = random_prompts(runner.config, plan.longest(step_tokens), plan.sequences)
+    prompts: list[list[int]] = random_ids(
+        runner.config.vocab_size, plan.longest(step_tokens), seed=0, sequences=plan.sequences
+    ).tolist()
     for tokens in plan.prefill:
         yield f"prefill {tokens}"
         step = prompt_step(runner, prompts[0][:tokens])
@@ -311,25 +306,28 @@ class Collector:
         self,
         operator: AnyOperator,
         layer: int | None,
-        stage: TeeStage,
-        started_ns: int,
-        ended_ns: int,
+        stage: str,
+        started_ns: float,
+        ended_ns: float,
     ) -> None:
-        """Add to a stage."""
-        self._add((operator, layer), stage, started_ns, ended_ns - started_ns)
+        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
+        elapsed_ns = ended_ns - started_ns
+        self._sums[operator, layer][f"{stage}_us"] += elapsed_ns
+        if self._keep_spans and elapsed_ns > 0:
+            self._pieces.append((self._lane, (operator, layer), stage, started_ns, elapsed_ns))
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
         """Add round trips, stage by stage."""
-        site, sums = (operator, layer), self._sums[operator, layer]
+        sums = self._sums[operator, layer]
         for exchange in exchanges:
             sums["rpcs"] += 1
             sums["bytes_sent"] += exchange.bytes_sent
             sums["bytes_received"] += exchange.bytes_received
-            self._add(site, "encode", exchange.sent_ns - exchange.encode_ns, exchange.encode_ns)
-            received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._add(site, "decode", received_ns, exchange.decode_ns)
+            sent_ns, received_ns = exchange.sent_ns, exchange.sent_ns + exchange.elapsed_ns
+            self.spent(operator, layer, "encode", sent_ns - exchange.encode_ns, sent_ns)
+            self.spent(operator, layer, "decode", received_ns, received_ns + exchange.decode_ns)
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
@@ -345,11 +343,5 @@ class Collector:
             ("gpu", gpu_ns),
             ("wire", half_ns),
         ):
-            self._add(site, stage, start_ns, spent_ns)
+            self.spent(operator, layer, stage, start_ns, start_ns + spent_ns)
             start_ns += spent_ns
-
-    def _add(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
-        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
-        self._sums[site][f"{stage}_us"] += elapsed_ns
-        if self._keep_spans and elapsed_ns > 0:
-            self._pieces.append((self._lane, site, stage, started_ns, elapsed_ns))
