@@ -281,21 +281,18 @@ def tee_parts(
         weight = max(site.in_features * site.out_features for site in layout.sites)
         each = rows if in_prefill else min(step_tokens, sequences)
         pads += layout.token_bytes * max(AHEAD_IN_MEMORY, each) + weight
-    kv_cache = kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize)
     return {
         "process": PROCESS_BYTES,
         "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
         "linear weights": linear,
         "pads": pads,
-        "KV cache": kv_cache * (layers - elsewhere) // layers,
+        "KV cache": (
+            (layers - elsewhere)
+            * (2 * config.num_key_value_heads * config.head_dim)
+            * (tokens * sequences * itemsize)
+        ),
         "temporaries": _temporary_bytes(config, rows, tokens),
     }
-
-
-def kv_bytes(config: ModelConfig, *, tokens: int, sequences: int = 1, itemsize: int = 2) -> int:
-    """Return the size of the KV cache of some sequences of so many tokens each."""
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return per_token * tokens * sequences * itemsize
 
 
 def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:

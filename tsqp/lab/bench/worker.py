@@ -21,12 +21,13 @@ from typing import TypeAlias
 from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
+from tee_side.model.batch import kv_bytes
 from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place
-from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, kv_bytes, vocabulary_bytes
+from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, vocabulary_bytes
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
@@ -98,7 +99,7 @@ def measure(
             pads = pad_making(model, policy, bank.parent)
         yield Finished(
             tee_peak_bytes=peak,
-            kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
+            kv_bytes=kv_bytes(runner.config, cached, runner.dtype),
             vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
             pads=pads,
         )
