@@ -196,7 +196,11 @@ class Bench:
             step_tokens=settings.step_tokens,
         )
         banks = (
-            prepare.bank_bytes(config, policy, self._pads(policy) + prepare.TIMED_PADS)
+            prepare.bank_bytes(
+                config,
+                policy,
+                plan.pads(pad_phases(policy), settings.step_tokens) + prepare.TIMED_PADS,
+            )
             for policy in policies
         )
         weights = 0
@@ -233,9 +237,6 @@ class Bench:
                 f"{served_config.num_hidden_layers} layers",
                 f"{self._config.num_hidden_layers}, as {settings.model} has",
             )
-
-    def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(pad_phases(policy), self._settings.step_tokens)
 
     # --------------------------------------------------------------------------------- the run
 
@@ -279,9 +280,8 @@ class Bench:
         bank = Path(running.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
-        given = prepare.pad_bank(
-            model, policy, self._pads(policy), bank, zeros=not settings.computes
-        )
+        needed = settings.plan.pads(pad_phases(policy), settings.step_tokens)
+        given = prepare.pad_bank(model, policy, needed, bank, zeros=not settings.computes)
         # Without a last answer, 0 for what only that says.
         answers: list[Answer] = [Finished()]
         try:
