@@ -101,7 +101,7 @@ def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[Fi
 def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Options) -> PolicyRun:
     """Measure one number of layers: every case only with the most. Raises TsqpError."""
     if count != sizes["layers"][-1]:
-        sizes = {name: found[:1] for name, found in sizes.items()} | {"batches": []}
+        sizes = {**{name: found[:1] for name, found in sizes.items()}, "batches": []}
     lengths = [(length, 1) for length in sizes["contexts"]]
     batches = [(sizes["contexts"][0], size) for size in sizes["batches"]]
     with Place() as place:
