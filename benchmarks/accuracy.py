@@ -16,11 +16,9 @@ says for a typical input; `tsqp.calibrate` takes its numbers from there. The exi
 the demo model misses its target.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +27,6 @@ from torch.nn.functional import embedding, kl_div, nll_loss
 
 from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
-from protocol.channel import Channel
 from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
@@ -62,6 +59,8 @@ from tsqp.calibrate import STEPS, operators_here
 from tsqp.run.settings import model_directory
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+# What is done to floats before a product is taken: to weights, and to inputs.
+Change = tuple[Product, Product]
 
 TEXTS = Path(__file__).parent / "texts"
 MAX_PERPLEXITY_RATIO = 1.005
@@ -195,19 +194,12 @@ class Mixture:
         return product
 
 
-@dataclass(frozen=True)
-class Change:
-    """What is done to floats before a product is taken: to weights, and to inputs."""
-
-    weights: Product
-    inputs: Product
-
-
 def _changed(float_linear: FusedLinear, change: Change | None) -> Product:
     if change is None:
         return float_linear
-    changed = replace(float_linear, weight=change.weights(float_linear.weight))
-    return lambda x_TI: changed(change.inputs(x_TI))
+    weights, inputs = change
+    changed = replace(float_linear, weight=weights(float_linear.weight))
+    return lambda x_TI: changed(inputs(x_TI))
 
 
 def rounded_to_rows(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -224,8 +216,8 @@ def rounded_to_blocks(x_TI: torch.Tensor) -> torch.Tensor:
     return rounded.reshape(x_TI.shape)
 
 
-Q8_0 = Change(rounded_to_blocks, rounded_to_blocks)
-WEIGHTS_ALONE = Change(rounded_to_rows, lambda x_TI: x_TI)
+Q8_0: Change = (rounded_to_blocks, rounded_to_blocks)
+WEIGHTS_ALONE: Change = (rounded_to_rows, lambda x_TI: x_TI)
 
 
 def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
@@ -240,10 +232,10 @@ def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
         step_tokens=bench.config.context_length,
     )
     place.callback(assembly.close)
-    channels: list[Channel] = []
-    if policy.services:
-        endpoint = place.service(bench.directory, transport="tcp")
-        channels.append(place.enter_context(open_channel(endpoint)))
+    channels = [
+        place.enter_context(open_channel(place.service(bench.directory, transport="tcp")))
+        for _ in range(policy.services)
+    ]
     return assembly.lanes(lambda _layer: channels)[0].tables["prefill"]
 
 

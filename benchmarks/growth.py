@@ -100,17 +100,10 @@ def _growths(runs: dict[int, PolicyRun], sizes: dict[str, list[int]]) -> list[Fi
 
 def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Options) -> PolicyRun:
     """Measure one number of layers: every case only with the most. Raises TsqpError."""
-    everything = count == sizes["layers"][-1]
-    context, contexts = sizes["contexts"][0], sizes["contexts"]
-    batches = [(context, size) for size in sizes["batches"]] if everything else []
-    lengths = [(length, 1) for length in (contexts if everything else contexts[:1])]
-    plan = Plan(
-        prefill=tuple(sizes["prompts"] if everything else sizes["prompts"][:1]),
-        decode=tuple(dict.fromkeys([*lengths, *batches])),
-        generation=None,
-        repeats=options.repeats,
-        decode_steps=options.decode_steps,
-    )
+    if count != sizes["layers"][-1]:
+        sizes = {**{name: found[:1] for name, found in sizes.items()}, "batches": []}
+    lengths = [(length, 1) for length in sizes["contexts"]]
+    batches = [(sizes["contexts"][0], size) for size in sizes["batches"]]
     with Place() as place:
         settings = BenchSettings(
             command="growth",
@@ -122,18 +115,21 @@ def _measure(shape: Shape, count: int, sizes: dict[str, list[int]], options: Opt
             threads=options.threads,
             gpu_threads=1,
             baselines=False,
-            plan=plan,
+            plan=Plan(
+                prefill=tuple(sizes["prompts"]),
+                decode=tuple(dict.fromkeys([*lengths, *batches])),
+                generation=None,
+                repeats=options.repeats,
+                decode_steps=options.decode_steps,
+            ),
         )
-        bench = Bench(settings, say)
-        bench.run()
-        (run,) = bench.report().policies
+        (run,) = Bench(settings, say).run().policies
         return run
 
 
 def measure(options: Options, _place: Place) -> Found:
     """Measure each number of layers, and fit. Raises TsqpError."""
-    names = ("layers", "contexts", "prompts", "batches")
-    sizes = {name: list(getattr(options, name)) for name in names}
+    sizes = {n: list(getattr(options, n)) for n in ("layers", "contexts", "prompts", "batches")}
     shape = find_shape(options.shape)
     runs = {n: _measure(shape, n, sizes, options) for n in sizes["layers"]}
     return {

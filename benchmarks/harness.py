@@ -15,10 +15,17 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from tee_side.runner import Runner, RunnerSettings
-from tsqp.lab.bench import prepare
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.bench.worker import decode_step, prompt_step, random_prompts
-from tsqp.lab.measure import describe_machine, elapsed_us, script, write_results
+from tsqp.lab.bench.worker import decode_step, prompt_step
+from tsqp.lab.measure import (
+    describe_machine,
+    elapsed_us,
+    in_fresh_process,
+    random_ids,
+    script,
+    write_results,
+)
 from tsqp.processes import start_service
 
 Options = argparse.Namespace
@@ -57,7 +64,7 @@ class Place(ExitStack):
     def model(self, shape: Shape, *, linear: bool) -> Path:
         """Return a directory of the shape with random weights. `linear`: also of its layers."""
         say(f"making random weights of {shape.name}")
-        return prepare.random_model(self.folder / "model", shape, linear=linear)
+        return in_fresh_process(write_random_model, self.folder / "model", shape, linear)
 
 
 def main(about: str | None, measure: Callable[[Options, Place], Found], **options: Any) -> None:
@@ -123,10 +130,12 @@ class Repeated:
             f"{positions} positions",
             f"at least {needed} for {steps} steps",
         )
-        prompts = random_prompts(runner.config, tokens, batch)
-        self.step = prompt_step(runner, prompts[0])
-        if steps:
-            self.step = decode_step(closing, runner, prompts, steps + 2)
+        prompts = random_ids(runner.config.vocab_size, tokens, seed=0, sequences=batch).tolist()
+        self.step = (
+            decode_step(closing, runner, prompts, steps + 2)
+            if steps
+            else prompt_step(runner, prompts[0])
+        )
 
     def timed_ms(self) -> float:
         """Run a step; return its time."""

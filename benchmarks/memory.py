@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import Found, Options, Place, main
-from tsqp.lab.bench.prepare import write_random_model
+from tsqp.lab.bench.prepare import required_bytes, write_random_model
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.measure import peak_bytes
 from tsqp.processes import program, start_service
@@ -51,9 +51,8 @@ def _peak_of_runner(model: Path, policy: str, endpoint: str) -> tuple[int, dict[
 
 def measure(_options: Options, place: Place) -> Found:
     """Measure each process. Raises TsqpError."""
-    model = place.folder / "model"
-    model.mkdir()
-    size, imported = write_random_model(model, SHAPE.settings), _peak_of_import()
+    model = write_random_model(place.folder / "model", SHAPE)
+    size, imported = required_bytes(SHAPE.config()), _peak_of_import()
     command = [str(model), "--bind", "tcp://127.0.0.1:*", "--arithmetic", "float"]
     pid, endpoint = start_service(place, command, timeout_s=600.0)
     loaded = peak_bytes(pid)

@@ -124,13 +124,21 @@ class _Page:
 
         It is rounded down, so that one that misses the target does not read as the target.
         """
-        ok = value is not None and value >= target
-        return self.check(what, f">= {target:g}", hundredths(value, math.floor), ok)
+        return self.check(
+            what,
+            f">= {target:g}",
+            hundredths(value, math.floor),
+            value is not None and value >= target,
+        )
 
     def at_most(self, what: str, value: float | None, target: float) -> Check:
         """Compare a ratio that is to be small, as `at_least` does; it is rounded up."""
-        ok = value is not None and value <= target
-        return self.check(what, f"<= {target:g}", hundredths(value, math.ceil), ok)
+        return self.check(
+            what,
+            f"<= {target:g}",
+            hundredths(value, math.ceil),
+            value is not None and value <= target,
+        )
 
     def run(self, source: str, policy: str) -> PolicyRun | None:
         """Return what a report of `tsqp bench` has of a policy."""

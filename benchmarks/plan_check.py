@@ -126,15 +126,14 @@ def check(case: Deployment, slow: Path, machine: Machine | None) -> Iterator[Fie
         say,
     )
     (planned,) = planning.run().policies
-    bench.run()
-    (measured,) = bench.report().policies
+    (measured,) = bench.run().policies
     for phase in PHASES:
         (found,) = (one for one in measured.cases if one.phase == phase)
         prediction = planned.prefill if phase == "prefill" else planned.decode
         predicted_ms = prediction.total_us / 1e3
-        line = "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
         yield noted(
-            line + " ({error:+.1%})",
+            "{case}, {phase}: predicted {predicted_ms:.2f} ms, measured {measured_ms:.2f} ms"
+            " ({error:+.1%})",
             {
                 "case": case.name,
                 "shape": case.shape,

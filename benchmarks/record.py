@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.lab.bench.model import OperatorCost, Report
+from tsqp.lab.bench.model import Report
 from tsqp.lab.bench.summary import by_operator
 from tsqp.lab.measure import describe_machine
 from tsqp.processes import ProcessError, program
@@ -63,16 +63,13 @@ def without_layers(document: Any) -> dict[str, Any]:
     for run, kept in zip(report.policies, short["policies"], strict=True):
         kept["timelines"] = []
         for case, shown in zip(run.cases, kept["cases"], strict=True):
-            totals = map(_added_up, by_operator(case))
             shown["operators"] = [
-                one.model_dump(mode="json", exclude_defaults=True) for one in totals
+                # Where layers differ, part of the work leaves the TEE.
+                total.model_dump(mode="json", exclude_defaults=True)
+                | {"place": "tee" if total.place == "tee" else "gpu"}
+                for total in by_operator(case)
             ]
     return {"left_out": LEFT_OUT, "report": short}
-
-
-def _added_up(total: OperatorCost) -> OperatorCost:
-    # Where layers differ, part of the work leaves the TEE.
-    return total.model_copy(update={"place": "tee" if total.place == "tee" else "gpu"})
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,17 @@ def record(recording: ResultFile, results: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="tsqp-record-") as folder:
         file = Path(folder) / "result.json"
         load, started, created = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
-        status = _run(recording, file)
+        first, *rest = recording.command
+        path = sys.executable if first == "python" else program(first)
+        limited = (recording.shown, f"no end in {_LIMIT_S:.0f} s", "a result")
+        with ProcessError.instead_of(subprocess.TimeoutExpired, *limited):
+            # Its own children end with it.
+            status = subprocess.run(
+                [path, *rest, "--json", str(file)],
+                stdout=subprocess.DEVNULL,
+                check=False,
+                timeout=_LIMIT_S,
+            ).returncode
         elapsed_s = time.monotonic() - started
         ProcessError.unless(
             file.exists() and file.stat().st_size and status in (0, _MISSED),
@@ -168,21 +175,6 @@ def record(recording: ResultFile, results: Path) -> int:
     part.write_text(text, encoding="utf-8")
     part.replace(target)
     return status
-
-
-def _run(recording: ResultFile, file: Path) -> int:
-    """Run the command to its end, or to a limit; its own children end with it."""
-    first, *rest = recording.command
-    path = sys.executable if first == "python" else program(first)
-    command = [path, *rest, "--json", str(file)]
-    try:
-        return subprocess.run(
-            command, stdout=subprocess.DEVNULL, check=False, timeout=_LIMIT_S
-        ).returncode
-    except subprocess.TimeoutExpired:
-        raise ProcessError(
-            recording.shown, got=f"no end in {_LIMIT_S:.0f} s", expected="a result"
-        ) from None
 
 
 def six_figures(value: Any) -> Any:

@@ -57,17 +57,20 @@ def measure(_options: Options, place: Place) -> Found:
         for name in policies:
             prompt, token = _report(model, name, place.folder).policies[0].cases
             token_ms = token_ms or token.step_ms.median
-            line = "{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})"
-            found = {
-                "model": model,
-                "policy": name,
-                "token_ms": token.step_ms.median,
-                "prompt_ms": prompt.step_ms.median,
-                "ratio": token_ms / token.step_ms.median,
-                "rpcs": token.rpcs,
-                "bytes": token.bytes_sent + token.bytes_received,
-            }
-            results.append(noted(line, found))
+            results.append(
+                noted(
+                    "{model}, {policy}: {token_ms:.1f} ms a token ({ratio:.1f})",
+                    {
+                        "model": model,
+                        "policy": name,
+                        "token_ms": token.step_ms.median,
+                        "prompt_ms": prompt.step_ms.median,
+                        "ratio": token_ms / token.step_ms.median,
+                        "rpcs": token.rpcs,
+                        "bytes": token.bytes_sent + token.bytes_received,
+                    },
+                )
+            )
     clear = next(r for r in results if r["policy"] == "clear-segment")
     return {"rtt_us": RTT_US, "results": results}, clear["ratio"] >= LEAST_RATIO
 

@@ -269,7 +269,6 @@ def _metrics(address: str) -> dict[str, float]:
 
 def measure(options: Options, place: Place) -> Found:
     """Measure everything."""
-    seconds = options.seconds
     model = prepare.endless(place.model(find_shape(options.shape), linear=False), place.folder)
     # Token N is the word `tN`.
     ids = {f"t{n}": n for n in range(read_config(model).vocab_size)}
@@ -280,8 +279,8 @@ def measure(options: Options, place: Place) -> Found:
     return {
         "shape": options.shape,
         "policy": POLICY,
-        "streams": streams_case(model, endpoint, seconds / 3),
-        "overload": overload_case(model, endpoint, 3 * seconds),
+        "streams": streams_case(model, endpoint, options.seconds / 3),
+        "overload": overload_case(model, endpoint, 3 * options.seconds),
         "prefix": prefix_case(model, endpoint, 5),
         "speculation": speculation_case(place),
     }, True

@@ -13,8 +13,7 @@ for each operator and for a layer's four together (of a busy machine, a lower qu
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import cycle
 
 import torch
@@ -58,15 +57,12 @@ def times_us(
 
     `requests`: of other layers, one after the other, so that no weight stays in a cache.
     """
-    work = [partial(_ask, channel, cycle(requests)) for channel in channels]
-    times = interleaved(work, rounds + _BLOCK, _BLOCK, settle=0)
+    work = [map(channel.call, cycle(requests)).__next__ for channel in channels]
     # The first block warms up.
-    counted = (sorted(taken[_BLOCK:]) for taken in times)
-    return [taken[int(quantile * (len(taken) - 1))] for taken in counted]
-
-
-def _ask(channel: PendingChannel, requests: Iterator[Request]) -> None:
-    channel.call(next(requests))
+    times = [
+        sorted(taken[_BLOCK:]) for taken in interleaved(work, rounds + _BLOCK, _BLOCK, settle=0)
+    ]
+    return [taken[int(quantile * (len(taken) - 1))] for taken in times]
 
 
 def measure(options: Options, place: Place) -> Found:

@@ -16,7 +16,6 @@ time of a token that showed text is longer than that of one that did not, 0.5 wh
 import json
 import os
 import pty
-import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -32,6 +31,7 @@ from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tsqp.cli.terminal import StatusLine, stream
+from tsqp.lab.bench.prepare import endless
 from tsqp.lab.bench.worker import Collector
 from tsqp.lab.measure import in_fresh_process
 from tsqp.run.settings import TextSettings, model_directory
@@ -43,16 +43,12 @@ PROMPT = [0, 813, 759, 262, 411]
 _REDRAW_S = 0.1
 
 
-def half_silent(directory: Path) -> None:
-    """Copy the demo model, so that odd token ids are special tokens: their text is empty.
+def half_silent(folder: Path) -> Path:
+    """Return a demo model of which odd token ids are special tokens: their text is empty.
 
-    No token ends a generation, so that all have the same length.
+    No token ends a generation, so that all have the same length. `folder`: to make it in.
     """
-    shutil.copytree(model_directory("demo"), directory)
-    for name in ("config.json", "generation_config.json"):
-        if (settings := directory / name).exists():
-            kept = json.loads(settings.read_text(encoding="utf-8")) | {"eos_token_id": None}
-            settings.write_text(json.dumps(kept), encoding="utf-8")
+    directory = endless(model_directory("demo"), folder)
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -62,7 +58,9 @@ def half_silent(directory: Path) -> None:
         for text, token_id in content["model"]["vocab"].items()
         if token_id % 2 and token_id not in known
     ]
+    path.unlink()  # it is the original under another name
     path.write_text(json.dumps(content), encoding="utf-8")
+    return directory
 
 
 def generate(
@@ -137,8 +135,7 @@ def summary(found: list[tuple[bool, float]]) -> dict[str, float | int | list[flo
 def measure(options: Options, place: Place) -> Found:
     """Let both ways take turns. Raises TsqpError."""
     times = defaultdict[tuple[str, str], list[tuple[bool, float]]](list)
-    model, endpoint = place.folder / "model", place.service("demo")
-    half_silent(model)
+    model, endpoint = half_silent(place.folder), place.service("demo")
     for seed in range(options.rounds):
         for way in WAYS if seed % 2 else WAYS[::-1]:
             found = intervals(
@@ -146,8 +143,11 @@ def measure(options: Options, place: Place) -> Found:
             )
             for kind, values in found.items():
                 times[way, kind] += values
-    report = {way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS}
-    return {"policy": options.policy, "rounds": options.rounds, **report}, True
+    return {
+        "policy": options.policy,
+        "rounds": options.rounds,
+        **{way: {kind: summary(times[way, kind]) for kind in ("gap", "step")} for way in WAYS},
+    }, True
 
 
 if __name__ == "__main__":

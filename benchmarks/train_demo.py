@@ -45,7 +45,6 @@ from tsqp.lab.measure import script, write_results
 
 VALIDATION_FILE = "validation.txt"
 _VOCABULARY_SIZE, _MAX_LENGTH = 1024, 512
-_TOKENIZER_DOCUMENTS, _VALIDATION_DOCUMENTS = 4000, 160
 
 
 @dataclass(frozen=True)
@@ -160,29 +159,6 @@ def _tokenizer(corpus: Corpus, documents: int) -> Any:
     )
 
 
-def _model(bos: int, ends: list[int], seed: int) -> LlamaForCausalLM:
-    """Return the demo model before training."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=_VOCABULARY_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=_MAX_LENGTH,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        bos_token_id=bos,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
-        dtype=torch.float32,
-    )
-    return LlamaForCausalLM(config)
-
-
 def _learning_rate(step: int, steps: int) -> float:
     """Return the rate of a step counted from 0: linear warm-up, then a cosine."""
     warm_up = max(1, round(steps * _WARM_UP_SHARE))
@@ -274,8 +250,8 @@ def train_demo(
     *,
     seed: int = 7,
     tokens: int = 10_000_000,
-    validation_documents: int = _VALIDATION_DOCUMENTS,
-    tokenizer_documents: int = _TOKENIZER_DOCUMENTS,
+    validation_documents: int = 160,
+    tokenizer_documents: int = 4000,
 ) -> dict[str, Any]:
     """Train on about so many tokens, save in an empty directory, and return the record."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -285,9 +261,26 @@ def train_demo(
     corpus = Corpus(seed, validation_documents)
     tokenizer = _tokenizer(corpus, tokenizer_documents)
     bos, *ends = tokenizer.convert_tokens_to_ids([BEGIN, END, END_OF_TURN])
-    model = _model(bos, ends, seed)
+    ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": ends[0]}
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=_VOCABULARY_SIZE,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=5,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=_MAX_LENGTH,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=True,
+            dtype=torch.float32,
+            **ids,
+        )
+    )
     steps, seen = _fit(model, tokenizer, corpus, tokens)
-    ids = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": ends[0]}
     model.generation_config = GenerationConfig.from_dict({**ids, "do_sample": False})
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)

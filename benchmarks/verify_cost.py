@@ -5,8 +5,8 @@
 
 Policy `shielded`, with pads made ahead, beside the same policy with `verify = "none"`. They take
 turns, a step each, against one service that answers at once with zeros; the model's linear weights
-are zeros, so that zeros are right and pass their checks (`tsqp.lab.bench.prepare.hollow`). A check
-costs the same whatever the numbers are.
+are zeros, so that zeros are right and pass their checks (`tsqp.lab.bench.prepare.write_hollow`). A
+check costs the same whatever the numbers are.
 
 `tee_ms`: a step with checks less wire, queue and service. `share`: how much longer a step takes
 with the checks, of that; exit status 1 if it is more than 15 %. `check_ms`: what an observer notes
@@ -28,7 +28,7 @@ from tee_side.runner import RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import observed
-from tsqp.lab.measure import in_turns
+from tsqp.lab.measure import in_fresh_process, in_turns
 
 POLICY = "shielded"
 MOST_SHARE = 0.15
@@ -98,7 +98,11 @@ def measure(options: Options, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
     made, folder = place.model(find_shape(options.shape), linear=True), place.folder
     # First with random weights, for its scales, then with zeros.
-    model = prepare.hollow(prepare.calibration(prepare.endless(made, folder), folder), folder)
+    model = in_fresh_process(
+        prepare.write_hollow,
+        prepare.calibration(prepare.endless(made, folder), folder),
+        folder / "hollow",
+    )
     endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
     line = "batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step"
     results = [

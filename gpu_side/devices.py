@@ -96,9 +96,20 @@ _LAUNCH_US = 5.0
 
 _PCIE_4_X16, _PCIE_5_X16 = 32.0, 64.0
 
+# By name, as help lists them.
 PROFILES: dict[str, DeviceProfile] = {
     profile.name: profile
     for profile in (
+        # NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM: BF16 312, INT8 624, 2,039 GB/s,
+        # PCIe Gen4.
+        DeviceProfile(
+            name="a100",
+            tflops=312.0,
+            int8_tops=624.0,
+            gb_per_s=2039.0,
+            launch_us=_LAUNCH_US,
+            pcie_gb_per_s=_PCIE_4_X16,
+        ),
         # NVIDIA H100 Tensor Core GPU datasheet, SXM: BF16 1,979 and INT8 3,958 with sparsity,
         # 3.35 TB/s, PCIe Gen5.
         DeviceProfile(
@@ -117,16 +128,6 @@ PROFILES: dict[str, DeviceProfile] = {
             gb_per_s=4800.0,
             launch_us=_LAUNCH_US,
             pcie_gb_per_s=_PCIE_5_X16,
-        ),
-        # NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM: BF16 312, INT8 624, 2,039 GB/s,
-        # PCIe Gen4.
-        DeviceProfile(
-            name="a100",
-            tflops=312.0,
-            int8_tops=624.0,
-            gb_per_s=2039.0,
-            launch_us=_LAUNCH_US,
-            pcie_gb_per_s=_PCIE_4_X16,
         ),
         # NVIDIA L4 Tensor Core GPU datasheet: BF16 242 and INT8 485 with sparsity, 300 GB/s,
         # PCIe Gen4 x16.
@@ -151,7 +152,7 @@ PROFILES: dict[str, DeviceProfile] = {
     )
 }
 
-_KNOWN = f"{', '.join(sorted(PROFILES))}, or the path of a TOML file that describes one"
+_KNOWN = f"{', '.join(PROFILES)}, or the path of a TOML file that describes one"
 
 
 def find_profile(name: str) -> DeviceProfile:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,31 +29,23 @@ if TYPE_CHECKING:
 
 
 class _Listing(click.Option):
-    """An option whose help ends in names that are only looked up when it is shown."""
+    """An option whose help names what a mapping holds, in place of `*`.
 
-    def __init__(self, *args: Any, names: Callable[[], Iterable[str]], **settings: Any) -> None:
+    `named`: where that is, `module:name`; it is only looked up when the help is shown.
+    """
+
+    def __init__(self, *args: Any, named: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._names = names
+        self._named = named
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the usual two columns, with the names."""
-        text, self.help = self.help, f"{self.help} {', '.join(self._names())}."
+        names = ", ".join(resolve_name(self._named))
+        text, self.help = self.help, f"{self.help}".replace("*", names)
         try:
             return super().get_help_record(ctx)
         finally:
             self.help = text
-
-
-def _shapes() -> Iterable[str]:
-    from tsqp.lab.bench.shapes import SHAPES
-
-    return SHAPES
-
-
-def _profiles() -> Iterable[str]:
-    from gpu_side.devices import PROFILES
-
-    return [*sorted(PROFILES), "or a TOML file"]
 
 
 @click.command(context_settings=CONTEXT)
@@ -62,10 +54,10 @@ def _profiles() -> Iterable[str]:
     "--shape",
     metavar="NAME",
     cls=_Listing,
-    names=_shapes,
+    named="tsqp.lab.bench.shapes:SHAPES",
     shell_complete=complete_shape,
     help="In place of MODEL: the shape of a known one, with random weights; nothing is downloaded."
-    " One of",
+    " One of *.",
 )
 @use(
     "policy",
@@ -75,9 +67,10 @@ def _profiles() -> Iterable[str]:
     "--device",
     default="null",
     cls=_Listing,
-    names=_profiles,
+    named="gpu_side.devices:PROFILES",
     help="Of the service: cpu, cuda, null (answers at once: what is left is our own cost), or"
-    " model:PROFILE (takes as long as the accelerator described would). Profiles:",
+    " model:PROFILE (takes as long as the accelerator described would). Profiles: *, or a TOML"
+    " file.",
 )
 @click.option(
     "--transport",
@@ -234,11 +227,9 @@ def bench(
             repeats=options["repeats"],
             decode_steps=options["decode_steps"],
         ),
-        default_prefill="prefill" not in given,
-        default_context="context" not in given,
+        defaults=context.params.keys() - given,
     )
-    run = Bench(settings, _say)
-    outputs.report_of(run, lambda report: show(report, console, details=details))
+    outputs.report_of(Bench(settings, _say), lambda report: show(report, console, details=details))
     if not outputs.written:
         context.exit(EXIT_FAILURE)
 

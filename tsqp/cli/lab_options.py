@@ -19,39 +19,33 @@ Number = TypeVar("Number", int, float)
 R = TypeVar("R")
 
 
-class Numbers(click.ParamType[tuple[Number, ...]]):
-    """Numbers with commas, sorted, each once: `1,128,512`. `each`: the type of one."""
+def numbers_of(
+    each: type[Number], *, above: Number, most: Number
+) -> Callable[[Any], tuple[Number, ...]]:
+    """Return what reads numbers with commas, sorted, each once: `1,128,512`.
 
-    name = "numbers"
+    `each`: the type of one.
+    """
 
-    def __init__(self, each: type[Number], *, above: Number, most: Number) -> None:
-        self._each: type[Number] = each
-        self._above: Number = above
-        self._most: Number = most
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Number, ...]:
-        """Read them."""
+    def numbers(value: Any) -> tuple[Number, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            found = {self._each(part) for part in str(value).split(",")}
+            found = {each(part) for part in str(value).split(",")}
         except ValueError:
             found = set()
-        if not found or not all(self._above < number <= self._most for number in found):
-            kind = "whole numbers" if self._each is int else "numbers"
-            self.fail(
-                f"got {value!r}, expected {kind} above {self._above}, at most {self._most}, with"
-                " commas",
-                param,
-                ctx,
+        if not found or not all(above < number <= most for number in found):
+            kind = "whole numbers" if each is int else "numbers"
+            raise click.BadParameter(
+                f"got {value!r}, expected {kind} above {above}, at most {most}, with commas"
             )
         return tuple(sorted(found))
 
+    return numbers
+
 
 # Sizes, in tokens or sequences.
-COUNTS: Numbers[int] = Numbers(int, above=0, most=2**31 - 1)
+COUNTS = numbers_of(int, above=0, most=2**31 - 1)
 
 
 def complete_shape(

@@ -14,7 +14,7 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, THREADS, config_option, model_argument, use
-from tsqp.cli.lab_options import Numbers, OutputFile, Outputs, complete_shape
+from tsqp.cli.lab_options import OutputFile, Outputs, complete_shape, numbers_of
 from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE
 from tsqp.run.settings import model_directory
@@ -111,7 +111,7 @@ _FEW_CANDIDATES = 64
 @click.option("--curves", is_flag=True, help="Also try strengths of noise, where a mask has any.")
 @click.option(
     "--sigma",
-    type=Numbers(float, above=0.0, most=1e4),
+    type=numbers_of(float, above=0.0, most=1e4),
     metavar="NUMBER,...",
     help="The strengths to try with --curves, within the bounds of every mask with noise. Default:"
     f" {_SIGMAS}.",

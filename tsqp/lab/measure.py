@@ -194,8 +194,8 @@ def in_fresh_process(function: Callable[..., R], *arguments: Any, where: str = "
         return found
 
 
-def run_job(where: str, measure: Callable[[R], Iterator[Any]], job: R) -> Iterator[Any]:
-    """Have a process of its own measure a job, and yield what it finds as it comes.
+def run_job(where: str, measure: Callable[..., Iterator[Any]], *given: Any) -> Iterator[Any]:
+    """Have a process of its own measure something, and yield what it finds as it comes.
 
     `where`: names the work in errors. Raises ProcessError if it fails.
     """
@@ -207,7 +207,7 @@ def run_job(where: str, measure: Callable[[R], Iterator[Any]], job: R) -> Iterat
             told.put(None)
 
     with processes(1, where, told.put) as submit:
-        running = submit(_measured, measure, job)
+        running = submit(_measured, measure, *given)
         running.add_done_callback(ended)
         yield from iter(told.get, None)
         running.result()
@@ -259,10 +259,10 @@ def _called(where: str, work: bytes) -> Any:
         raise passed_on(error, where) from None
 
 
-def _measured(measure: Callable[[R], Iterator[Any]], job: R) -> None:
-    """Measure a job, and tell of the end, behind all else."""
+def _measured(measure: Callable[..., Iterator[Any]], *given: Any) -> None:
+    """Measure, and tell of what is found and of the end, behind all else."""
     try:
-        for found in measure(job):
+        for found in measure(*given):
             tell(found)
     finally:
         tell(None)

@@ -22,7 +22,7 @@ from tests.kit.report import recorded_report, some_case
 from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.job import BenchSettings, Plan, PolicyJob
+from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Finished, Span, Timeline
 from tsqp.lab.bench.plots import perfetto_json
 from tsqp.lab.bench.run import Bench
@@ -75,14 +75,14 @@ def test_an_interrupted_run_says_what_is_missing(
 ) -> None:
     error = ProcessError("w", got="a", expected="b")
 
-    def broken(job: PolicyJob) -> Iterator[Any]:
-        yield some_case(job.policy)
-        if job.policy == "published":
+    def broken(_where: str, _measure: Any, *given: Any) -> Iterator[Any]:
+        yield some_case(given[2])
+        if given[2] == "published":
             raise error
         yield Finished(tee_peak_bytes=7, kv_bytes=8, vocabulary_bytes=9)
 
     # Workers that answer so, and services that are none.
-    monkeypatch.setattr("tsqp.lab.bench.run.run_job", lambda _where, _measure, job: broken(job))
+    monkeypatch.setattr("tsqp.lab.bench.run.run_job", broken)
     monkeypatch.setattr(prepare, "start_service", lambda *_, **__: (2**30, "tcp://h:1"))
     names = ("attention-in-tee", "published", "row-mix")
     made = Bench(settings(saved_model().directory, *names, baselines=True), print)

@@ -25,7 +25,7 @@ from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
-from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, PolicyJob, tee_parts
+from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, tee_parts
 from tsqp.lab.bench.model import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import Collector
@@ -46,7 +46,7 @@ def test_every_case_is_measured(saved_model: Models, monkeypatch: pytest.MonkeyP
     for budget in ("_WARM_UP_S", "_TIMED_S", "_OBSERVED_S"):
         monkeypatch.setattr(worker, budget, math.inf)
     asked = BenchSettings("c", (), step_tokens=64, plan=PLAN)
-    told = [*worker.measure(PolicyJob(asked, saved_model().directory, "tee-only"))]
+    told = [*worker.measure(asked, saved_model().directory, "tee-only")]
     cases = [answer for answer in told if isinstance(answer, Case)]
     assert [(one.phase, one.tokens, one.batch, one.step_ms.runs) for one in cases] == [
         ("prefill", 1, 1, 4),
@@ -120,15 +120,14 @@ def test_stages_add_up_by_operator_and_layer() -> None:
 
 
 def test_a_hollow_model_is_one_for_which_zeros_are_right(
-    saved_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved_model: Models, tmp_path: Path
 ) -> None:
     """The model's own embedding, norms and scales of inputs; the other weights are zeros."""
-    monkeypatch.setattr(prepare, "in_fresh_process", lambda function, *given: function(*given))
     model = saved_model("qwen2", num_hidden_layers=2)
     given = tmp_path / "given"
     shutil.copytree(model.directory, given)
     shutil.copy(model.calibration, given / CALIBRATION_FILE)
-    made = prepare.hollow(given, tmp_path)
+    made = prepare.write_hollow(given, tmp_path / "hollow")
     config = read_config(made)
     source, hollow = Checkpoint(given), Checkpoint(made)
     hollow.require(light_tensors(config) | linear_tensors(config))

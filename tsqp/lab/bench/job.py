@@ -136,13 +136,11 @@ class Plan(Document):
                 f"at most {context_length}, the model's context, together",
             )
 
-    def fitted(
-        self, context_length: int, step_tokens: int, *, prefill: bool, context: bool
-    ) -> Plan:
+    def fitted(self, context_length: int, step_tokens: int, defaults: Collection[str]) -> Plan:
         """Return a plan whose cases fit a model's context.
 
-        `prefill`, `context`: whether these lengths are defaults. Then prompts that are too long
-        are dropped, and contexts that are too long become the longest that is possible.
+        `defaults`: of "prefill" and "context" those that are defaults. Then prompts that are too
+        long are dropped, and contexts that are too long become the longest that is possible.
         """
 
         def shortened(length: int, batch: int) -> tuple[int, int]:
@@ -151,9 +149,9 @@ class Plan(Document):
             return min(length, longest) if longest > 0 else length, batch
 
         prompts, decode, generation = self.prefill, self.decode, self.generation
-        if prefill:
+        if "prefill" in defaults:
             prompts = tuple(tokens for tokens in prompts if tokens < context_length)
-        if context:
+        if "context" in defaults:
             decode = tuple(dict.fromkeys(shortened(*one) for one in decode))
         if generation:
             prompt = min(generation[0], context_length - generation[1])
@@ -190,8 +188,8 @@ class BenchSettings(Measuring):
 
     `endpoints`: of services that run already, in place of those that are started. `policies`: with
     the name or path that each was given by. `baselines`: whether to measure the others, too.
-    `command`: as it was typed, for the report. `default_prefill`, `default_context`: whether the
-    plan's lengths are defaults, so that they may give way to a short context.
+    `command`: as it was typed, for the report. `defaults`: which of the plan's lengths, "prefill"
+    or "context", are defaults, so that they may give way to a short context.
     `shares_in_the_clear`: whether `endpoints` may get shares over links without keys.
     """
 
@@ -204,8 +202,7 @@ class BenchSettings(Measuring):
     server_model: Path | None = None
     baselines: bool = True
     plan: Plan = field(default_factory=Plan)
-    default_prefill: bool = False
-    default_context: bool = False
+    defaults: Collection[str] = ()
     shares_in_the_clear: bool = False
 
     @property
@@ -217,23 +214,8 @@ class BenchSettings(Measuring):
         )
 
 
-@dataclass(frozen=True)
-class PolicyJob:
-    """One policy's measurements, by one process.
-
-    `policy`: its name or path; `endpoints`: of services; `service_pids`: of those that are ours;
-    `bank`: its pads, None to make them on the way.
-    """
-
-    settings: BenchSettings
-    model: Path
-    policy: str
-    endpoints: tuple[str, ...] = ()
-    service_pids: tuple[int, ...] = ()
-    bank: Path | None = None
-
-
-# What a job tells: what it does now, what it has measured, and at last what is known at its end.
+# What a process that measures a policy tells: what it does now, what it has measured, and at last
+# what is known at its end.
 Answer: TypeAlias = str | Case | Timeline | RequestTimes | Finished
 
 
@@ -299,21 +281,18 @@ def tee_parts(
         weight = max(site.in_features * site.out_features for site in layout.sites)
         each = rows if in_prefill else min(step_tokens, sequences)
         pads += layout.token_bytes * max(AHEAD_IN_MEMORY, each) + weight
-    kv_cache = kv_bytes(config, tokens=tokens, sequences=sequences, itemsize=itemsize)
     return {
         "process": PROCESS_BYTES,
         "embedding and LM head": vocabulary_bytes(config, policy, itemsize),
         "linear weights": linear,
         "pads": pads,
-        "KV cache": kv_cache * (layers - elsewhere) // layers,
+        "KV cache": (
+            (layers - elsewhere)
+            * (2 * config.num_key_value_heads * config.head_dim)
+            * (tokens * sequences * itemsize)
+        ),
         "temporaries": _temporary_bytes(config, rows, tokens),
     }
-
-
-def kv_bytes(config: ModelConfig, *, tokens: int, sequences: int = 1, itemsize: int = 2) -> int:
-    """Return the size of the KV cache of some sequences of so many tokens each."""
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return per_token * tokens * sequences * itemsize
 
 
 def vocabulary_bytes(config: ModelConfig, policy: Policy, itemsize: int) -> int:

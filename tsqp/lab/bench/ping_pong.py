@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -43,6 +43,7 @@ from protocol.tensors import Buffer, from_torch, short_name
 from protocol.transport import open_channel
 from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model
+from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import (
     elapsed_us,
     in_fresh_process,
@@ -55,24 +56,26 @@ from tsqp.processes import start_service
 
 R = TypeVar("R")
 
-BLOCK, SETTLE = 50, 5
 _WIDTH = 2048
 _ROW_BYTES = _WIDTH * torch.bfloat16.itemsize
 # Until a process that has been asked to echo does so: it imports torch first.
 _TIMEOUT_MS = 60_000
 # o_proj is square: 32 heads of 64 in, 2048 out.
-_SETTINGS: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": _WIDTH,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+_SHAPE = Shape(
+    "square",
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": _WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+)
 
 
 # Where our service binds (None: it has no such transport), which end of the raw echo is used, and
@@ -96,16 +99,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@contextmanager
 def raw_pings(
+    running: ExitStack,
     submit: Callable[..., object],
     kind: str,
     place: Any,
     request: Sequence[Buffer],
     reply: Sequence[Buffer],
     spin_us: float,
-) -> Iterator[Callable[[], object]]:
-    """Have a process echo frames of these sizes, and yield what makes one round trip."""
+) -> Callable[[], object]:
+    """Have a process echo frames of these sizes, and return what makes one round trip."""
     sizes = sum(map(len, request)), sum(map(len, reply))
     begin = partial(submit, serve, kind, sizes[0], [*map(len, reply)], spin_us)
     frames, end = [bytes(frame) for frame in request], open_end(kind, place, sizes, spin_us, begin)
@@ -115,25 +118,22 @@ def raw_pings(
         if end.receive() is None:
             raise ConnectionError("the echo server has gone")
 
-    try:
-        yield round_trip
-    finally:
-        end.close()
+    running.callback(end.close)
+    return round_trip
 
 
-@contextmanager
 def our_pings(
-    endpoint: str, request: LinearRequest, hidden: torch.Tensor, spin_us: float
-) -> Iterator[Callable[[], object]]:
-    """Yield what sends a tensor through the square module and returns what comes back."""
+    running: ExitStack, endpoint: str, request: LinearRequest, hidden: torch.Tensor, spin_us: float
+) -> Callable[[], object]:
+    """Return what sends a tensor through the square module and returns what comes back."""
     # As a call plan has it: the module is square, and its reply like its request.
     prepared = PreparedRequest(request, tuple(hidden.shape), short_name(hidden.dtype))
+    channel = running.enter_context(open_channel(endpoint, spin_us=spin_us))
 
     def round_trip() -> torch.Tensor:
         return prepared.output(channel.wait(channel.start(prepared, hidden)))
 
-    with open_channel(endpoint, spin_us=spin_us) as channel:
-        yield round_trip
+    return round_trip
 
 
 def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
@@ -146,8 +146,8 @@ def frames_of(request: LinearRequest) -> tuple[list[Buffer], list[Buffer]]:
 def interleaved(
     contenders: Sequence[Callable[[], object]],
     round_trips: int,
-    block: int = BLOCK,
-    settle: int = SETTLE,
+    block: int = 50,
+    settle: int = 5,
 ) -> list[list[float]]:
     """Return microseconds of at least so many round trips of each, in turns of short blocks.
 
@@ -169,7 +169,7 @@ def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if ours is not None:
-            write_random_model(folder, _SETTINGS)
+            write_random_model(folder, _SHAPE)
             service = [
                 *(str(folder), "--bind", ours.format(folder=folder), "--device", options.device),
                 *("--arithmetic", "float", "--spin-us", str(spin_us)),
@@ -182,11 +182,11 @@ def measure(name: str, submit: Callable[..., object], options: Any) -> Iterator[
             with ExitStack() as of_payload:
                 kinds: dict[Literal["ours", "raw"], Callable[[], object]] = {}
                 if ours is not None:
-                    pings = our_pings(endpoint, request, hidden, spin_us)
-                    kinds["ours"] = of_payload.enter_context(pings)
+                    kinds["ours"] = our_pings(of_payload, endpoint, request, hidden, spin_us)
                 place = raw.format(folder=f"{folder}/{payload}") if isinstance(raw, str) else raw
-                pings = raw_pings(submit, end, place, *frames_of(request), spin_us)
-                kinds["raw"] = of_payload.enter_context(pings)
+                kinds["raw"] = raw_pings(
+                    of_payload, submit, end, place, *frames_of(request), spin_us
+                )
                 times = interleaved(list(kinds.values()), options.round_trips)
             for kind, found in zip(kinds, times, strict=True):
                 yield PingPong(
@@ -286,9 +286,7 @@ class _Zmq:
         self._socket.send_multipart(frames, copy=False)
 
     def receive(self) -> Sequence[object] | None:
-        def look(flags: int) -> list[zmq.Frame]:
-            return self._socket.recv_multipart(flags, copy=False)
-
+        look = partial(self._socket.recv_multipart, copy=False)
         frames = _spinning(look, zmq.NOBLOCK, self._spin_us)
         return frames if len(frames[0]) else None
 
@@ -313,11 +311,8 @@ class _Stream:
 
     def receive(self) -> Sequence[object] | None:
         got = 0
-
-        def look(flags: int) -> int:
-            return self._socket.recv_into(self._buffer[got:], 0, flags)
-
         while got < len(self._buffer):
+            look = partial(self._socket.recv_into, self._buffer[got:], 0)
             count = _spinning(look, socket.MSG_DONTWAIT, self._spin_us)
             if count == 0:
                 return None

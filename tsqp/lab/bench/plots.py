@@ -69,8 +69,6 @@ _BUSY: dict[str, str] = {"wire": "wire", "queue": "GPU", "gpu": "GPU"}
 # Clocks are read one after another: spans that touch may overlap by this much.
 _TOUCH_US = 1.0
 
-# Starts and ends, in microseconds from the step's start.
-Times = Sequence[tuple[float, float]]
 Event = dict[str, Any]
 # A span thinner than this share of a timeline is drawn together with its neighbours.
 _FINEST = 1 / 1500
@@ -78,16 +76,6 @@ _FINEST = 1 / 1500
 _BETWEEN = "between operators"
 # Width of a letter of an operator's name, as a share of the plot's.
 _LETTER = 0.0072
-
-_BARS_CAPTION = (
-    f"{REST_NAME.capitalize()}: {REST_MEANING}. Embedding and LM head in the TEE are cut off where"
-    " they would dwarf the rest."
-)
-_GROWTH_CAPTION = (
-    "Without vocabulary: less Embedding and LM head in the TEE. Lines are power laws, fitted by"
-    " least squares; the legend has their exponents. Exponent 1: time in proportion to the size; 0:"
-    " time that does not grow."
-)
 
 
 def plots(report: Report) -> list[Picture]:
@@ -118,16 +106,22 @@ def _stage_bars(report: Report, phase: Phase) -> Picture | None:
         for axis, (run, case) in zip(axes.flat, pairs, strict=False):
             totals = {total.operator: total.stages for total in by_operator(case)}
             parts = [
-                (colour, [*(getattr(totals.get(name), stage, 0.0) / 1e3 for name in names), 0.0])
-                for stage, colour in _STAGE_COLOURS.items()
+                *(
+                    (colour, [*(getattr(totals.get(n), stage, 0.0) / 1e3 for n in names), 0.0])
+                    for stage, colour in _STAGE_COLOURS.items()
+                ),
+                (LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]),
             ]
-            parts.append((LIGHT, [0.0] * len(names) + [max(case.rest_us, 0.0) / 1e3]))
             bars(axis, [*names, REST_NAME], parts, figures, limit, none="")
             axis.set_title(f"{run.policy}: {duration(case.step_ms.median * 1e3)}")
         legend(figure, [*_stage_legend(used), (REST_NAME, LIGHT)])
         figure.supxlabel("ms a step, all layers together", fontsize=9.5, color="#333333")
-        caption = "\n".join([*(dominant(run, case) for run, case in pairs), _BARS_CAPTION])
-        return picture(figure, f"Where the time goes: {name_of(pairs[0][1])}", caption)
+        about = [
+            *(dominant(run, case) for run, case in pairs),
+            f"{REST_NAME.capitalize()}: {REST_MEANING}. Embedding and LM head in the TEE are cut"
+            " off where they would dwarf the rest.",
+        ]
+        return picture(figure, f"Where the time goes: {name_of(pairs[0][1])}", "\n".join(about))
 
 
 def _limit(cases: Sequence[Case]) -> float:
@@ -159,27 +153,27 @@ def _side_by_side(report: Report) -> Picture | None:
         "sent": COLOURS[2],
         "received": "#99d8c4",
     }
-    colours = list(kinds.values())
     with drawing(sum(0.34 * len(pairs) + 1.15 for pairs in rows)) as figure:
         heights = [len(pairs) + 2 for pairs in rows]
         axes = figure.subplots(len(rows), 3, squeeze=False, height_ratios=heights)
         for pairs, (rate, time, traffic) in zip(rows, axes, strict=True):
             names, cases = [run.policy for run, _ in pairs], [case for _, case in pairs]
             tokens = [tokens_per_step(case) for case in cases]
-            parts = {
+            lengths = (
                 # Overhead, all of it where a step makes no RPC, Embedding and LM head.
-                colours[0]: [case.overhead_ms if case.rpcs else 0.0 for case in cases],
-                colours[1]: [0.0 if case.rpcs else case.overhead_ms for case in cases],
-                colours[2]: [case.heavy_ms for case in cases],
-                colours[3]: [c.bytes_sent / n for c, n in zip(cases, tokens, strict=True)],
-                colours[4]: [c.bytes_received / n for c, n in zip(cases, tokens, strict=True)],
-            }
+                [case.overhead_ms if case.rpcs else 0.0 for case in cases],
+                [0.0 if case.rpcs else case.overhead_ms for case in cases],
+                [case.heavy_ms for case in cases],
+                [c.bytes_sent / n for c, n in zip(cases, tokens, strict=True)],
+                [c.bytes_received / n for c, n in zip(cases, tokens, strict=True)],
+            )
+            parts = list(zip(kinds.values(), lengths, strict=True))
             bars(rate, names, [(COLOURS[0], [case.tokens_per_s for case in cases])], figures)
             rate.set_title(f"{name_of(cases[0])}: tokens/s")
             rate.set_xlabel(worth.get(report.setup.device.partition(":")[0], ""), fontsize=8.5)
-            bars(time, [""] * len(names), [*parts.items()][:3], figures)
+            bars(time, [""] * len(names), parts[:3], figures)
             time.set_title("ms a step")
-            bars(traffic, [""] * len(names), [*parts.items()][3:], size)
+            bars(traffic, [""] * len(names), parts[3:], size)
             traffic.set_title("bytes a token")
         legend(figure, list(kinds.items()), "lower right")
         caption = "Of each phase the step by which policies are compared."
@@ -220,7 +214,13 @@ def _growth(report: Report) -> Picture | None:
             axis.set_xlabel("sequences" if batch else found[0].against)
             axis.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.17), borderpad=0)
         axes[0][0].set_ylabel("ms a step, without vocabulary")
-        return picture(figure, "Cost against size", _GROWTH_CAPTION)
+        return picture(
+            figure,
+            "Cost against size",
+            "Without vocabulary: less Embedding and LM head in the TEE. Lines are power laws,"
+            " fitted by least squares; the legend has their exponents. Exponent 1: time in"
+            " proportion to the size; 0: time that does not grow.",
+        )
 
 
 def _undivided(found: Sequence[Growth]) -> list[Growth]:
@@ -263,8 +263,11 @@ def length_us(timeline: Timeline) -> float:
     return max((stop for _, stop in times_of(timeline.spans)), default=0.0)
 
 
-def merged(times: Times, gap_us: float = 0.0) -> list[tuple[float, float]]:
-    """Return starts and ends by start; those that are no further apart than this become one."""
+def merged(times: Iterable[tuple[float, float]], gap_us: float = 0.0) -> list[tuple[float, float]]:
+    """Return starts and ends by start; those that are no further apart than this become one.
+
+    In microseconds from the step's start.
+    """
     made: list[tuple[float, float]] = []
     for begin, stop in sorted(times):
         if made and begin - made[-1][1] <= gap_us:
@@ -322,9 +325,10 @@ def _timeline(run: PolicyRun, timeline: Timeline) -> Picture:
         busy = {
             side: times_of(span for span in timeline.spans if resource(span) == side)
             for side in RESOURCES
+        } | {
+            # What no lane's operator did: two lanes may lack one at the same time.
+            _BETWEEN: [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         }
-        # What no lane's operator did: two lanes may lack one at the same time.
-        busy[_BETWEEN] = [gap for lane in lanes(timeline) for gap in between_us(timeline, lane)]
         length = length_us(timeline)
         shares = {
             side: sum(stop - start for start, stop in merged(times)) / length
@@ -354,10 +358,11 @@ def _lanes_panel(axis: Axes, timeline: Timeline, window: tuple[float, float]) ->
     for place, (busy, lane) in enumerate(lines):
         own = [s for s in timeline.spans if s.lane == lane and resource(s) == busy]
         # First, so that what is an operator's lies above it.
-        drawn = [(LIGHT, between_us(timeline, lane) if busy == "TEE" else [])]
-        for stage, colour in _STAGE_COLOURS.items():
-            drawn.append((colour, times_of(s for s in own if f"{s.stage}_us" == stage)))
-        for colour, times in drawn:
+        drawn = {LIGHT: between_us(timeline, lane) if busy == "TEE" else []} | {
+            colour: times_of(span for span in own if f"{span.stage}_us" == stage)
+            for stage, colour in _STAGE_COLOURS.items()
+        }
+        for colour, times in drawn.items():
             seen = [(start, stop) for start, stop in times if start < end and stop > begin]
             # Pieces nearer than can be seen become one.
             pieces = merged(seen, (end - begin) * _FINEST / 2)

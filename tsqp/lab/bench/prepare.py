@@ -61,13 +61,6 @@ TIMED_PADS = PAD_BATCH + 32
 # ------------------------------------------------------------------------------ random weights
 
 
-def random_model(directory: Path, shape: Shape, *, linear: bool) -> Path:
-    """Make a directory of a shape with random weights, in a process of its own; return it."""
-    directory.mkdir()
-    in_fresh_process(write_random_model, directory, dict(shape.settings), linear)
-    return directory
-
-
 def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
     """Return the size of the tensors on disk; their names and shapes come to a little more.
 
@@ -77,35 +70,36 @@ def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
 
 
-def write_random_model(directory: Path, settings: Mapping[str, Any], linear: bool = True) -> int:
-    """Write config.json and bfloat16 weights, one file, to a directory; return the weights' bytes.
+def write_random_model(directory: Path, shape: Shape, linear: bool = True) -> Path:
+    """Write config.json and bfloat16 weights, one file, to a directory; return that.
 
     Weights are normal, of variance 1 / in_features, so that activations stay in range; norms are
     ones. They are cut out of one block of random values, which is as fast as the disk. Raises
     ModelError for settings that are no model's, OSError if the disk is full (`job.check_disk`
     says so before).
     """
-    (directory / "config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(shape.settings)), encoding="utf-8")
     config = read_config(directory)
     shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
     blocks: dict[float, torch.Tensor] = {}
-    size = write_header(directory / SINGLE_FILE, shapes)
+    write_header(directory / SINGLE_FILE, shapes)
     with (directory / SINGLE_FILE).open("ab") as file:
-        for name, shape in shapes.items():
-            if len(shape) == 1 and not name.endswith(".bias"):
-                file.write(bytes_of(torch.ones(shape, dtype=DTYPE)))
+        for name, sizes in shapes.items():
+            if len(sizes) == 1 and not name.endswith(".bias"):
+                file.write(bytes_of(torch.ones(sizes, dtype=DTYPE)))
                 continue
-            scale = 1 / math.sqrt(shape[-1])
+            scale = 1 / math.sqrt(sizes[-1])
             if scale not in blocks:
                 blocks[scale] = (block * scale).to(DTYPE)
             # The block's values from a random one on, over and over.
             start = int(torch.randint(_BLOCK, (), generator=generator))
-            end = start + math.prod(shape)
+            end = start + math.prod(sizes)
             for begin in range(0, end, _BLOCK):
                 file.write(bytes_of(blocks[scale][max(0, start - begin) : end - begin]))
-    return size
+    return directory
 
 
 def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -156,21 +150,15 @@ def calibration(model: Path, beside: Path) -> Path:
     return calibrated
 
 
-def hollow(model: Path, beside: Path) -> Path:
-    """Return a directory of the model whose linear weights and LM head are zeros.
+def write_hollow(source: Path, target: Path) -> Path:
+    """Write a directory of a model whose linear weights and LM head are zeros; return it.
 
     The embedding is the model's, also where the model's LM head is the same matrix. For services
     that answer with zeros, which is right then: results of a verified policy pass their checks, at
     the same cost as those of any weights. Scales of inputs are those of the model, if it has a
-    calibration. `beside`: a folder to make it in.
+    calibration.
     """
-    made = beside / "hollow"
-    made.mkdir()
-    in_fresh_process(_write_hollow, model, made)
-    return made
-
-
-def _write_hollow(source: Path, target: Path) -> None:
+    target.mkdir()
     config, checkpoint = read_config(source), Checkpoint(source)
     settings = read_json(source / "config.json") | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -188,8 +176,8 @@ def _write_hollow(source: Path, target: Path) -> None:
     size = write_header(path, files[path.name])
     os.truncate(path, path.stat().st_size + size)
     weight_map = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {}, "weight_map": weight_map}
-    (target / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (target / INDEX_FILE).write_text(index, encoding="utf-8")
     if (source / CALIBRATION_FILE).exists():
         digests = model_digest(config, checkpoint), linear_digest(config, checkpoint)
         found = Calibration.load(source / CALIBRATION_FILE, config, *digests)
@@ -205,6 +193,7 @@ def _write_hollow(source: Path, target: Path) -> None:
             linear_digest=linear_digest(config, made) or "",
         )
         save_calibration(scales, target / CALIBRATION_FILE)
+    return target
 
 
 def _like(model: Path, made: Path, *without: str) -> Path:

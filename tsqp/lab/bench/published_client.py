@@ -267,8 +267,9 @@ def measure_all(options: Any) -> list[Baseline]:
         about = "REQ socket, inline schema, one RPC per module, no fused modules"
         for tokens in options.tokens:
             before, ids = replace(model.traffic), random_ids(model.vocab_size, tokens, seed=tokens)
-            times_ms = [_timed_ms(model, ids) for _ in rounds(options.repeats, options.case_s)]
-            step_ms = Spread.of(times_ms)
+            step_ms = Spread.of(
+                [_timed_ms(model, ids) for _ in rounds(options.repeats, options.case_s)]
+            )
             found.append(_baseline(model, before, about, tokens, 0, options.against, step_ms))
         if options.new_tokens:
             found.append(

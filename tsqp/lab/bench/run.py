@@ -5,7 +5,7 @@ What is there when a run is interrupted is reported as far as it goes.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,7 +27,6 @@ from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import (
     Answer,
     BenchSettings,
-    PolicyJob,
     check_disk,
     check_memory,
     needs_linear,
@@ -37,7 +36,6 @@ from tsqp.lab.bench.model import (
     Baseline,
     Case,
     Finished,
-    PingPong,
     PolicyRun,
     Report,
     RequestTimes,
@@ -50,35 +48,20 @@ from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
 from tsqp.lab.research.feature_key import FeatureKey
 
-# What needs no service: in the model's own floats, and in int8 by the kernels of `shielded`.
-_TEE_ONLY = ("tee-only", "tee-only-int8")
-
-# Of the tokens after a prompt, for a client without a KV cache: it recomputes all of them.
-_PUBLISHED_NEW_TOKENS = 64
-# For one length of one baseline; the slowest take 6 s a pass.
-_BASELINE_S = 5.0
-
 
 class Bench:
     """One run. Everything is checked before anything is made or measured."""
 
     def __init__(self, settings: BenchSettings, say: Callable[[str], None]) -> None:
         self._say = say
-        self._policies: list[PolicyRun] = []
-        self._baselines: list[Baseline] = []
-        self._ping_pong: tuple[PingPong, ...] = ()
-        self._incomplete: str | None = None
         self._shape = shape_of(settings.model, settings.shape)
         self._config = config = self._shape.config()
         fitted = settings.plan.fitted(
-            config.context_length,
-            settings.step_tokens,
-            prefill=settings.default_prefill,
-            context=settings.default_context,
+            config.context_length, settings.step_tokens, settings.defaults
         )
         self._settings = replace(settings, plan=fitted)
         given = settings.endpoints
-        self._setup = Setup(
+        setup = Setup(
             command=settings.command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=describe_machine(),
@@ -94,9 +77,21 @@ class Bench:
             step_tokens=settings.step_tokens,
             kernels=settings.kernels,
         )
+        self._report = Report(setup=setup, policies=(), baselines=(), ping_pong=())
         self._all_policies = [*settings.policies]
         if settings.baselines and all(policy.services for _, policy in settings.policies):
-            self._all_policies += [(name, load_policy(name)) for name in _TEE_ONLY]
+            # What needs no service: in the model's own floats, and in int8 by the kernels of
+            # `shielded`.
+            alone = ("tee-only", "tee-only-int8")
+            self._all_policies += [(name, load_policy(name)) for name in alone]
+        # Whether a service that computes, or the TEE, needs linear weights.
+        self._linear = (
+            settings.baselines
+            or (settings.computes and not given)
+            or any(needs_linear(policy, config) for _, policy in self._all_policies)
+        )
+        # Those that verify what services answer that compute nothing.
+        self._hollow = [p for _, p in self._all_policies if p.verified and not settings.computes]
         self._check()
         if fitted != settings.plan:
             prompts = ", ".join(map(str, fitted.prefill))
@@ -106,19 +101,23 @@ class Bench:
                 f" context {contexts or 'none'}"
             )
 
-    def run(self) -> None:
-        """Measure. What ends it early is in the report, and raised."""
+    def run(self) -> Report:
+        """Measure, and return the report. What ends it early is in the report, and raised."""
         try:
             with tempfile.TemporaryDirectory(prefix="tsqp-bench-") as folder:
                 self._run(Path(folder))
         except BaseException as error:
-            self._incomplete = "; ".join([_reason(error), *self._missing()])
+            self._add(incomplete="; ".join([_reason(error), *self._missing()]))
             raise
+        return self._report
+
+    def _add(self, **found: Any) -> None:
+        self._report = self._report.model_copy(update=found)
 
     def _missing(self) -> Iterator[str]:
         """Say what has not been measured, or not to its end."""
         # What the end of a policy's measurements says is not 0.
-        begun = {run.policy: run.tee_peak_bytes > 0 for run in self._policies}
+        begun = {run.policy: run.tee_peak_bytes > 0 for run in self._report.policies}
         names = [policy.name for _, policy in self._all_policies]
         for what, found in (
             ("in part", [name for name in names if begun.get(name) is False]),
@@ -126,23 +125,17 @@ class Bench:
         ):
             if found:
                 yield f"{what} measured: {', '.join(found)}"
-        if self._settings.baselines and not self._ping_pong:
+        if self._settings.baselines and not self._report.ping_pong:
             yield "not all baselines measured"
 
     @property
     def measured(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self._policies or self._baselines or self._ping_pong)
+        return bool(self._report.policies or self._report.baselines or self._report.ping_pong)
 
     def report(self) -> Report:
         """Return what has been measured so far."""
-        return Report(
-            setup=self._setup,
-            policies=tuple(self._policies),
-            baselines=tuple(self._baselines),
-            ping_pong=self._ping_pong,
-            incomplete=self._incomplete,
-        )
+        return self._report
 
     # ------------------------------------------------------------------------- before the run
 
@@ -203,13 +196,17 @@ class Bench:
             step_tokens=settings.step_tokens,
         )
         banks = (
-            prepare.bank_bytes(config, policy, self._pads(policy) + prepare.TIMED_PADS)
+            prepare.bank_bytes(
+                config,
+                policy,
+                plan.pads(pad_phases(policy), settings.step_tokens) + prepare.TIMED_PADS,
+            )
             for policy in policies
         )
         weights = 0
         if settings.shape is not None:
-            weights += prepare.required_bytes(config, linear=self._needs_linear())
-        if any(map(self._needs_hollow, policies)):
+            weights += prepare.required_bytes(config, linear=self._linear)
+        if self._hollow:
             weights += prepare.required_bytes(config, linear=False)
         check_disk(max(banks) + weights)
 
@@ -241,17 +238,6 @@ class Bench:
                 f"{self._config.num_hidden_layers}, as {settings.model} has",
             )
 
-    def _needs_linear(self) -> bool:
-        """Whether a service that computes, or the TEE, needs linear weights."""
-        return (
-            self._settings.baselines
-            or (self._settings.computes and not self._settings.endpoints)
-            or any(needs_linear(policy, self._config) for _, policy in self._all_policies)
-        )
-
-    def _pads(self, policy: Policy) -> int:
-        return self._settings.plan.pads(pad_phases(policy), self._settings.step_tokens)
-
     # --------------------------------------------------------------------------------- the run
 
     def _run(self, folder: Path) -> None:
@@ -259,28 +245,28 @@ class Bench:
         given = settings.model
         if given is None:
             self._say(f"making random weights of {self._shape.name}")
-            linear = self._needs_linear()
-            given = prepare.random_model(folder / "model", self._shape, linear=linear)
+            given = in_fresh_process(
+                prepare.write_random_model, folder / "model", self._shape, self._linear
+            )
         model = prepare.endless(given, folder)
         if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
             self._say("choosing scales for int8 arithmetic")
             model = prepare.calibration(model, folder)
-        hollow = model
-        if any(self._needs_hollow(policy) for _, policy in self._all_policies):
-            hollow = prepare.hollow(model, folder)
+        hollow = (
+            in_fresh_process(prepare.write_hollow, model, folder / "hollow")
+            if self._hollow
+            else model
+        )
         for name, policy in self._all_policies:
             # A service a policy: a fresh one, whose peak of memory is that policy's.
             with ExitStack() as running:
-                used = hollow if self._needs_hollow(policy) else model
+                used = hollow if policy in self._hollow else model
                 self._measure(running, folder, used, name, policy)
         if settings.baselines:
-            self._measure_baselines(folder, model)
+            for found in self._measure_baselines(folder, model):
+                self._add(baselines=(*self._report.baselines, *found))
             self._say("baseline: raw ping-pong")
-            self._ping_pong = ping_pong()
-
-    def _needs_hollow(self, policy: Policy) -> bool:
-        """Whether it verifies what services answer that compute nothing."""
-        return policy.verified and not self._settings.computes
+            self._add(ping_pong=ping_pong())
 
     def _measure(
         self, running: ExitStack, folder: Path, model: Path, name: str, policy: Policy
@@ -294,48 +280,40 @@ class Bench:
         bank = Path(running.enter_context(tempfile.TemporaryDirectory(dir=folder))) / "pads"
         if policy.masks:
             self._say(f"{policy.name}: making what its masks need")
-        given = prepare.pad_bank(
-            model, policy, self._pads(policy), bank, zeros=not settings.computes
-        )
-        job = PolicyJob(
-            # Policies are read again there.
-            replace(settings, policies=()),
-            model,
-            name,
-            endpoints=tuple(endpoint for _, endpoint in services),
-            service_pids=tuple(pid for pid, _ in services if pid),
-            bank=given,
-        )
-        answers: list[Answer] = []
+        needed = settings.plan.pads(pad_phases(policy), settings.step_tokens)
+        given = prepare.pad_bank(model, policy, needed, bank, zeros=not settings.computes)
         # Without a last answer, 0 for what only that says.
-        finished = Finished()
+        answers: list[Answer] = [Finished()]
         try:
-            for answer in run_job(f"policy {name}", measure, job):
+            for answer in run_job(
+                f"policy {name}",
+                measure,
+                # Policies are read again there.
+                replace(settings, policies=()),
+                *(model, name, services, given),
+            ):
                 if isinstance(answer, str):
                     self._say(f"{policy.name}: {answer}")
-                elif isinstance(answer, Finished):
-                    finished = answer
                 else:
                     answers.append(answer)
         finally:
             gpu_peak_bytes: int | None = None
             with suppress(OSError):
-                gpu_peak_bytes = sum(peak_bytes(pid) for pid in job.service_pids) or None
-            if answers:
-                self._policies.append(
-                    PolicyRun(
-                        policy=policy.name,
-                        summary=policy.summary,
-                        leakage_summary=policy.leakage_summary(),
-                        cases=tuple(one for one in answers if isinstance(one, Case)),
-                        generation=next((a for a in answers if isinstance(a, RequestTimes)), None),
-                        timelines=tuple(one for one in answers if isinstance(one, Timeline)),
-                        gpu_peak_bytes=gpu_peak_bytes,
-                        **dict(finished),
-                    )
+                gpu_peak_bytes = sum(peak_bytes(pid) for pid, _ in services if pid) or None
+            if answers[1:]:
+                run = PolicyRun(
+                    policy=policy.name,
+                    summary=policy.summary,
+                    leakage_summary=policy.leakage_summary(),
+                    cases=tuple(one for one in answers if isinstance(one, Case)),
+                    generation=next((a for a in answers if isinstance(a, RequestTimes)), None),
+                    timelines=tuple(one for one in answers if isinstance(one, Timeline)),
+                    gpu_peak_bytes=gpu_peak_bytes,
+                    **dict(next(a for a in reversed(answers) if isinstance(a, Finished))),
                 )
+                self._add(policies=(*self._report.policies, run))
 
-    def _measure_baselines(self, folder: Path, model: Path) -> None:
+    def _measure_baselines(self, folder: Path, model: Path) -> Iterator[Sequence[Baseline]]:
         """Measure those that can be: of the same cases, with the same threads and dtype.
 
         `folder`: for the sockets of services. Raises ProcessError.
@@ -345,7 +323,8 @@ class Bench:
         common: dict[str, Any] = {
             "threads": settings.threads,
             "tokens": plan.prefill,
-            "case_s": _BASELINE_S,
+            # For one length; the slowest take 6 s a pass.
+            "case_s": 5.0,
         }
         if Checkpoint(model).holds(linear_tensors(self._config)):
             self._say("baseline: transformers")
@@ -357,7 +336,7 @@ class Bench:
                 "new_tokens": plan.decode_steps if contexts else 0,
                 "repeats": plan.repeats,
             }
-            self._baselines += in_fresh_process(
+            yield in_fresh_process(
                 _baseline, "transformers_baseline", options, where="baseline transformers"
             )
         if not settings.endpoints:
@@ -368,22 +347,21 @@ class Bench:
                 services = prepare.start_services(running, policy, model, folder, served)
                 options = common | {
                     "endpoint": services[0][1],
-                    "new_tokens": _PUBLISHED_NEW_TOKENS,
+                    # It has no KV cache, and recomputes all of them for each.
+                    "new_tokens": 64,
                     "sampled": 2,
                     "repeats": 5,
                     "against": "cpu" if settings.computes else "null",
                     "timeout_s": 120.0,
                 }
-                self._baselines += in_fresh_process(
+                yield in_fresh_process(
                     _baseline, "published_client", options, where="baseline published client"
                 )
         # There is an accelerator here, that of our own services.
         if settings.device.startswith("cuda") and not settings.endpoints and contexts:
             self._say("baseline: the GPU alone, unmasked")
             options = {"model": model, "device": settings.device, "context": contexts, "steps": 50}
-            self._baselines += in_fresh_process(
-                _baseline, "unmasked_gpu", options, where="baseline GPU alone"
-            )
+            yield in_fresh_process(_baseline, "unmasked_gpu", options, where="baseline GPU alone")
 
 
 def _baseline(module: str, options: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ The page needs nothing but itself: no network, no script.
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,6 @@ from tsqp.lab.bench.model import (
     STAGES,
     Case,
     OperatorCost,
-    PingPong,
     PolicyRun,
     Report,
     RequestTimes,
@@ -74,33 +74,6 @@ _STEPS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         " is without the making of pads, which stands beside it.",
     ),
 )
-_REQUESTS_NOTE = (
-    "One request from prompt to last token, measured without an observer. TTFT: time to first"
-    " token; TPOT: time per output token after it."
-)
-_OPERATORS_NOTE = (
-    "Times in ms of one step, run with an observer, all layers together. Shares are of all that was"
-    " done, part of it at the same time where micro-batches overlap."
-    f" {REST_NAME}: {REST_MEANING}."
-)
-_MEMORY_NOTE = (
-    "Largest resident set of each process. Beyond: the peak less the two columns before it."
-)
-_GROWTH_NOTE = (
-    "cost = factor x size^exponent, least squares over logarithms: 1 is linear, 0 does not grow."
-    " R2: share of the variance explained; worst: the point farthest from the line. Two points"
-    " always fit, and tell nothing. Time is that of a step less Embedding and LM head in the TEE;"
-    " context tokens are those with which decoding began."
-)
-_BASELINES_NOTE = (
-    "Ratio: above 1 where the policy is faster. Against a service that answers at once, the"
-    " policy's ms are its overhead; otherwise its step, or its whole request. No ratio where only"
-    " one of the two computes."
-)
-_PING_PONG_NOTE = (
-    "Round trips of one payload each way, in microseconds. Ours: as a Linear RPC; raw: the same"
-    " frames, bounced by a process that does nothing else."
-)
 # Processes that ran before and go on running.
 _NOT_OURS = "not ours"
 _COSTS = ("calls", "RPCs", "sent", "received", "total")
@@ -115,8 +88,20 @@ def overview(report: Report) -> list[Grid]:
     made = [(run, run.generation) for run in report.policies if run.generation is not None]
     found = [
         *_steps(report),
-        grid("Whole requests", _REQUESTS, made, _REQUESTS_NOTE),
-        grid("Memory", _MEMORY, report.policies, _MEMORY_NOTE),
+        grid(
+            "Whole requests",
+            _REQUESTS,
+            made,
+            "One request from prompt to last token, measured without an observer. TTFT: time to"
+            " first token; TPOT: time per output token after it.",
+        ),
+        grid(
+            "Memory",
+            _MEMORY,
+            report.policies,
+            "Largest resident set of each process. Beyond: the peak less the two columns before"
+            " it.",
+        ),
         *(_growth(report), _baselines(report), _ping_pong(report)),
     ]
     return [one for one in found if one.rows]
@@ -185,10 +170,10 @@ _MEMORY: dict[str, Callable[[PolicyRun], str]] = {
 def operators_grid(case: Case, title: str) -> Grid:
     """Show each operator of a case over all layers: traffic, and time by stage in ms."""
     done_us, total = whole_us(case), case_stages(case)
-    rows = []
-    for one in by_operator(case):
-        cost, stages = _cost(one, 1e3)
-        rows.append(Row((*cost, percent(one.stages.total_us / done_us or 0.0), *stages)))
+    rows = [
+        Row(_cost(one, 1e3, percent(one.stages.total_us / done_us or 0.0)))
+        for one in by_operator(case)
+    ]
     rest = percent(case.rest_us / done_us) if case.rest_us > 0 else ""
     name = REST_NAME if case.rest_us >= 0 else "done at the same time"
     blank = ("",) * len(STAGES)
@@ -197,18 +182,20 @@ def operators_grid(case: Case, title: str) -> Grid:
     step = figures((total.total_us + case.rest_us) / 1e3)
     rows.append(Row(("step", "", "", *crossed, step, "", *_spent(total, 1e3)), "total"))
     columns = ("operator", "where", *_COSTS, "share", *_STAGES)
-    return Grid(title, columns, tuple(rows), 2, _OPERATORS_NOTE).without_empty(keep=_COSTS)
+    note = (
+        "Times in ms of one step, run with an observer, all layers together. Shares are of all that"
+        " was done, part of it at the same time where micro-batches overlap."
+        f" {REST_NAME}: {REST_MEANING}."
+    )
+    return Grid(title, columns, tuple(rows), 2, note).without_empty(keep=_COSTS)
 
 
 def layers_grid(case: Case, title: str, *, operators: bool) -> Grid:
     """Show each layer of a case, with its operators if asked: traffic, and time by stage in us."""
     rows: list[Row] = []
     for total, costs in by_layer(case):
-        cost, stages = _cost(total, 1.0)
-        rows.append(Row((*cost, *stages), "group" if operators else "plain"))
-        for one in costs if operators else ():
-            cost, stages = _cost(one, 1.0)
-            rows.append(Row((*cost, *stages)))
+        rows.append(Row(_cost(total, 1.0), "group" if operators else "plain"))
+        rows += [Row(_cost(one, 1.0)) for one in costs if operators]
     note = "Times in microseconds of one step, run with an observer."
     columns = ("layer", "where", *_COSTS, *_STAGES)
     return Grid(title, columns, tuple(rows), 2, note).without_empty(keep=_COSTS)
@@ -218,12 +205,12 @@ def _spent(stages: Stages, unit_us: float) -> tuple[str, ...]:
     return tuple(figures(getattr(stages, name) / unit_us) for name in STAGES)
 
 
-def _cost(found: OperatorCost, unit_us: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the cells of an operator up to its total, and those of its stages."""
+def _cost(found: OperatorCost, unit_us: float, *share: str) -> tuple[str, ...]:
+    """Return the cells of an operator: up to its total, its share, and those of its stages."""
     crossed = (whole(found.rpcs), size(found.bytes_sent), size(found.bytes_received))
     total = figures(found.stages.total_us / unit_us)
-    cost = (found.operator, found.place, whole(found.calls), *crossed, total)
-    return cost, _spent(found.stages, unit_us)
+    about = (found.operator, found.place, whole(found.calls))
+    return (*about, *crossed, total, *share, *_spent(found.stages, unit_us))
 
 
 def _growth(report: Report) -> Grid:
@@ -238,7 +225,16 @@ def _growth(report: Report) -> Grid:
                 fit = (f"{law.exponent:.2f}", f"{law.r_squared:.3f}", f"{law.worst - 1:.0%}")
             against = f"{one.against}, {one.scope}"
             rows.append(Row((f"{one.phase} {one.cost}", against, *fit, str(count))))
-    return Grid("Growth", columns, tuple(rows), texts=2, note=_GROWTH_NOTE)
+    return Grid(
+        "Growth",
+        columns,
+        tuple(rows),
+        texts=2,
+        note="cost = factor x size^exponent, least squares over logarithms: 1 is linear, 0 does not"
+        " grow. R2: share of the variance explained; worst: the point farthest from the line. Two"
+        " points always fit, and tell nothing. Time is that of a step less Embedding and LM head in"
+        " the TEE; context tokens are those with which decoding began.",
+    )
 
 
 def _baselines(report: Report) -> Grid:
@@ -253,26 +249,31 @@ def _baselines(report: Report) -> Grid:
         if not beside:
             rows.append(Row(("no policy has such a step", "", "", "", "")))
     about = (f" {one.name}: {one.description}, {one.dtype}." for one in report.baselines)
-    note = _BASELINES_NOTE + "".join(dict.fromkeys(about))
-    return Grid("Baselines", columns, tuple(rows), note=note)
+    note = (
+        "Ratio: above 1 where the policy is faster. Against a service that answers at once, the"
+        " policy's ms are its overhead; otherwise its step, or its whole request. No ratio where"
+        " only one of the two computes."
+    )
+    return Grid("Baselines", columns, tuple(rows), note=note + "".join(dict.fromkeys(about)))
 
 
 def _ping_pong(report: Report) -> Grid:
-    found: dict[tuple[str, int], dict[str, PingPong]] = {}
-    for pong in report.ping_pong:
-        found.setdefault((pong.transport, pong.payload_bytes), {})[pong.kind] = pong
-    rows = []
-    for (transport, payload), one in sorted(found.items()):
-        ours, raw = one.get("ours"), one.get("raw")
-        ratio = figures(ours.p50_us / raw.p50_us) if ours and raw and raw.p50_us else ""
-        cells = (transport, f"{payload / 1024:g} KiB", *_percentiles(ours), *_percentiles(raw))
-        rows.append(Row((*cells, ratio)))
     columns = ("transport", "payload", "ours p50", "ours p90", "raw p50", "raw p90", "ours/raw")
-    return Grid("Ping-pong", columns, tuple(rows), note=_PING_PONG_NOTE)
-
-
-def _percentiles(found: PingPong | None) -> tuple[str, str]:
-    return ("", "") if found is None else (figures(found.p50_us), figures(found.p90_us))
+    rows = []
+    ordered = sorted(report.ping_pong, key=attrgetter("transport", "payload_bytes"))
+    for (name, payload), pongs in groupby(ordered, attrgetter("transport", "payload_bytes")):
+        of = {f"{one.kind} {p}": getattr(one, f"{p}_us") for one in pongs for p in ("p50", "p90")}
+        cells = [figures(of.get(column, 0.0)) for column in columns[2:6]]
+        raw = of.get("raw p50")
+        ratio = figures(of.get("ours p50", 0.0) / raw) if raw else ""
+        rows.append(Row((name, f"{payload / 1024:g} KiB", *cells, ratio)))
+    return Grid(
+        "Ping-pong",
+        columns,
+        tuple(rows),
+        note="Round trips of one payload each way, in microseconds. Ours: as a Linear RPC; raw: the"
+        " same frames, bounced by a process that does nothing else.",
+    )
 
 
 # ---------------------------------------------------------------------------- terminal and page

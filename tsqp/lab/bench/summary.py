@@ -70,8 +70,8 @@ def name_of(case: Case) -> str:
 
 def find_case(run: PolicyRun, phase: Phase, key: tuple[int, int, int]) -> Case | None:
     """Return a policy's case of so many tokens, sequences and micro-batches, None without one."""
-    cases = (case for case in run.cases if case.phase == phase)
-    return next((c for c in cases if (c.tokens, c.batch, c.micro_batches) == key), None)
+    cases = {(c.phase, c.tokens, c.batch, c.micro_batches): c for c in run.cases}
+    return cases.get((phase, *key))
 
 
 def kinds(report: Report) -> list[list[Measured]]:
@@ -405,10 +405,12 @@ def missing(report: Report) -> Iterator[str]:
         yield "No policy was measured."
     for run in report.policies:
         phases = {case.phase for case in run.cases}
-        parts: dict[str, bool] = {phase: phase in phases for phase in PHASES}
-        parts |= {"generation": run.generation is not None, "timeline": bool(run.timelines)}
+        parts: dict[str, object] = {phase: phase in phases for phase in PHASES} | {
+            "generation": run.generation,
+            "timeline": run.timelines,
+        }
         if not all(parts.values()):
-            lacking = ", ".join(name for name, is_there in parts.items() if not is_there)
+            lacking = ", ".join(name for name, there in parts.items() if not there)
             yield f"{run.policy} lacks: {lacking}."
     if not report.baselines:
         yield "No baseline was measured: ratios to other systems are missing."

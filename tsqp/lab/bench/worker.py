@@ -15,18 +15,19 @@ from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from operator import itemgetter, sub
+from pathlib import Path
 from typing import TypeAlias
 
-from protocol.model.config import ModelConfig
 from protocol.prepared import Exchange
 from tee_side.assembly import MaskSettings
 from tee_side.engine.engine import EngineSettings
+from tee_side.model.batch import kv_bytes
 from tee_side.observer import AnyOperator
 from tee_side.policy.placement import ServiceTerms, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.words import Operator, Phase, Place, TeeStage
-from tsqp.lab.bench.job import WARM_UP, Answer, PolicyJob, kv_bytes, vocabulary_bytes
+from tee_side.words import Operator, Phase, Place
+from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, vocabulary_bytes
 from tsqp.lab.bench.model import (
     STAGES,
     Case,
@@ -44,6 +45,8 @@ from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, random_ids, rounds
 Step: TypeAlias = Callable[[], object]
 Observed: TypeAlias = tuple[float, tuple[OperatorCost, ...], tuple[Span, ...]]
 Site = tuple[AnyOperator, int | None]
+# Process ids and endpoints; the id is 0 of a service that is not ours.
+Services: TypeAlias = Sequence[tuple[int, str]]
 _NS = 1e-3  # microseconds in a nanosecond
 HEAVY: tuple[Operator, ...] = ("embedding", "lm_head")
 # A case is run as often as the plan says, or until its time is over: to warm up, timed, observed.
@@ -52,18 +55,27 @@ _WARM_UP_S, _TIMED_S, _OBSERVED_S = 0.6, 5.0, 2.0
 _LEAST_TIMED = 2
 
 
-def measure(job: PolicyJob) -> Iterator[Answer]:
-    """Measure a job, and yield what it does and finds. Raises TsqpError."""
-    given, policy = job.settings, load_policy(job.policy)
+def measure(
+    given: BenchSettings,
+    model: Path,
+    name: str,
+    services: Services = (),
+    bank: Path | None = None,
+) -> Iterator[Answer]:
+    """Measure a policy by its name or path, and yield what it does and finds. Raises TsqpError.
+
+    `bank`: its pads, None to make them on the way.
+    """
+    policy = load_policy(name)
     # What is measured here is no secret, and the services are our own: they prove nothing.
     policy = policy.model_copy(update={"service": ServiceTerms(attested="none")})
     settings = RunnerSettings(
-        model=job.model,
+        model=model,
         policy=policy,
-        gpu=job.endpoints,
+        gpu=tuple(endpoint for _, endpoint in services),
         masks=MaskSettings(
             key=given.key if policy.feature_mask else None,
-            bank=BankPlace.at(job.bank, beside_bank=True) if job.bank else None,
+            bank=BankPlace.at(bank, beside_bank=True) if bank else None,
         ),
         dtype=given.dtype,
         kernels=given.kernels,
@@ -79,24 +91,18 @@ def measure(job: PolicyJob) -> Iterator[Answer]:
     with Runner(settings) as runner:
         gc.collect()
         gc.freeze()  # as tee-runner does
-        yield from _cases(runner, job)
+        yield from _cases(runner, given, services)
         peak, itemsize = peak_bytes(), runner.dtype.itemsize
         cached, pads = given.plan.cached_tokens(given.step_tokens), None
-        if job.bank:
+        if bank:
             yield "making pads"
-            pads = pad_making(job.model, policy, job.bank.parent)
+            pads = pad_making(model, policy, bank.parent)
         yield Finished(
             tee_peak_bytes=peak,
-            kv_bytes=kv_bytes(runner.config, tokens=cached, itemsize=itemsize),
+            kv_bytes=kv_bytes(runner.config, cached, runner.dtype),
             vocabulary_bytes=vocabulary_bytes(runner.config, policy, itemsize),
             pads=pads,
         )
-
-
-def random_prompts(config: ModelConfig, tokens: int, count: int) -> list[list[int]]:
-    """Return random token ids: what they say makes no difference to time."""
-    ids: list[list[int]] = random_ids(config.vocab_size, tokens, seed=0, sequences=count).tolist()
-    return ids
 
 
 def prompt_step(runner: Runner, prompt: Sequence[int]) -> Step:
@@ -134,18 +140,20 @@ def observed(
     return runs
 
 
-def _cases(runner: Runner, job: PolicyJob) -> Iterator[Answer]:
+def _cases(runner: Runner, given: BenchSettings, services: Services) -> Iterator[Answer]:
     """Run whole prompts, decode steps of sequences that have had theirs, and a request to its end.
 
     A timeline is of the longest prompt, and of the first kind of decode step.
     """
-    plan, step_tokens = job.settings.plan, job.settings.step_tokens
-    prompts = random_prompts(runner.config, plan.longest(step_tokens), plan.sequences)
+    plan, step_tokens = given.plan, given.step_tokens
+    prompts: list[list[int]] = random_ids(
+        runner.config.vocab_size, plan.longest(step_tokens), seed=0, sequences=plan.sequences
+    ).tolist()
     for tokens in plan.prefill:
         yield f"prefill {tokens}"
         step = prompt_step(runner, prompts[0][:tokens])
         keep_spans = tokens == max(plan.prefill)
-        yield from _case(runner, job, "prefill", tokens, 1, step, plan.repeats, keep_spans)
+        yield from _case(runner, given, services, "prefill", tokens, 1, step, keep_spans)
     for context, batch in plan.decode:
         yield f"decode {batch} x {context}"
         new_tokens = plan.new_tokens(context, batch, step_tokens)
@@ -153,9 +161,7 @@ def _cases(runner: Runner, job: PolicyJob) -> Iterator[Answer]:
         with ExitStack() as closing:
             own = [prompt[:context] for prompt in prompts[:batch]]
             step = decode_step(closing, runner, own, new_tokens)
-            yield from _case(
-                runner, job, "decode", context, batch, step, plan.decode_steps, keep_spans
-            )
+            yield from _case(runner, given, services, "decode", context, batch, step, keep_spans)
     if plan.generation:
         tokens, new_tokens = plan.generation
         yield f"generating {new_tokens} tokens"
@@ -175,17 +181,18 @@ def _cases(runner: Runner, job: PolicyJob) -> Iterator[Answer]:
 
 def _case(
     runner: Runner,
-    job: PolicyJob,
+    given: BenchSettings,
+    services: Services,
     phase: Phase,
     tokens: int,
     batch: int,
     work: Step,
-    repeats: int,
     keep_spans: bool,
 ) -> Iterator[Case | Timeline]:
     for _ in rounds(WARM_UP, _WARM_UP_S):
         work()
-    pids: tuple[int | str, ...] = ("self", *job.service_pids)
+    repeats = given.plan.repeats if phase == "prefill" else given.plan.decode_steps
+    pids: list[int | str] = ["self", *(pid for pid, _ in services if pid)]
     cpu_before = [cpu_ns(pid) for pid in pids]
     traffic_before = runner.totals()
     times_ms: list[float] = []
@@ -197,11 +204,11 @@ def _case(
         times_ms.append(elapsed_us(work) / 1e3)
         heavy_ms.append(sum(cost.stages.tee_us for cost in heavy.costs(1)) / 1e3)
     count = len(times_ms)
-    tee, *services = [
+    tee, *gpu = [
         (cpu_ns(pid) - before) / 1e6 / count for pid, before in zip(pids, cpu_before, strict=True)
     ]
     traffic = runner.totals()
-    often = job.settings.plan.observed(phase, count)
+    often = given.plan.observed(phase, count)
     runs = sorted(observed(runner, work, often, keep_spans=keep_spans), key=itemgetter(0))
     # The median one; of two in the middle the shorter.
     observed_us, costs, spans = runs[(len(runs) - 1) // 2]
@@ -211,13 +218,13 @@ def _case(
         phase=phase,
         tokens=tokens,
         batch=batch,
-        micro_batches=job.settings.micro_batches,
+        micro_batches=given.micro_batches,
         step_ms=step_ms,
         heavy_ms=statistics.median(heavy_ms),
         overhead_ms=statistics.median(map(sub, times_ms, heavy_ms)),
         tokens_per_s=done / step_ms.median * 1e3,
         cpu_tee_ms=tee,
-        cpu_gpu_ms=None if job.endpoints and not services else sum(services),
+        cpu_gpu_ms=None if services and not gpu else sum(gpu),
         rpcs=(traffic.round_trips - traffic_before.round_trips) / count,
         bytes_sent=(traffic.bytes_sent - traffic_before.bytes_sent) / count,
         bytes_received=(traffic.bytes_received - traffic_before.bytes_received) / count,
@@ -300,33 +307,34 @@ class Collector:
         self,
         operator: AnyOperator,
         layer: int | None,
-        stage: TeeStage,
-        started_ns: int,
-        ended_ns: int,
+        stage: str,
+        started_ns: float,
+        ended_ns: float,
     ) -> None:
-        """Add to a stage."""
-        self._add((operator, layer), stage, started_ns, ended_ns - started_ns)
+        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
+        elapsed_ns = ended_ns - started_ns
+        self._sums[operator, layer][f"{stage}_us"] += elapsed_ns
+        if self._keep_spans and elapsed_ns > 0:
+            self._pieces.append((self._lane, (operator, layer), stage, started_ns, elapsed_ns))
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
         """Add round trips, stage by stage."""
-        site, sums = (operator, layer), self._sums[operator, layer]
+        sums = self._sums[operator, layer]
         for exchange in exchanges:
             sums["rpcs"] += 1
             sums["bytes_sent"] += exchange.bytes_sent
             sums["bytes_received"] += exchange.bytes_received
-            self._add(site, "encode", exchange.sent_ns - exchange.encode_ns, exchange.encode_ns)
-            received_ns = exchange.sent_ns + exchange.elapsed_ns
-            self._add(site, "decode", received_ns, exchange.decode_ns)
+            sent_ns, received_ns = exchange.sent_ns, exchange.sent_ns + exchange.elapsed_ns
+            self.spent(operator, layer, "encode", sent_ns - exchange.encode_ns, sent_ns)
+            self.spent(operator, layer, "decode", received_ns, received_ns + exchange.decode_ns)
         # Requests side by side: the slowest is the time that they took.
         slowest = max(exchanges, key=lambda exchange: exchange.elapsed_ns)
         timing = slowest.timing
-        queue_ns = timing.queue_us * 1000 if timing else 0
-        gpu_ns = timing.compute_us * 1000 if timing else 0
         # The service's clock is its own and its claims are not checked: they are made to fit.
-        queue_ns = min(queue_ns, slowest.elapsed_ns)
-        gpu_ns = min(gpu_ns, slowest.elapsed_ns - queue_ns)
+        queue_ns = min(timing.queue_us * 1000 if timing else 0, slowest.elapsed_ns)
+        gpu_ns = min(timing.compute_us * 1000 if timing else 0, slowest.elapsed_ns - queue_ns)
         # How the wire's time divides into there and back is not known: in halves.
         half_ns = (slowest.elapsed_ns - queue_ns - gpu_ns) / 2
         start_ns = float(slowest.sent_ns)
@@ -336,11 +344,5 @@ class Collector:
             ("gpu", gpu_ns),
             ("wire", half_ns),
         ):
-            self._add(site, stage, start_ns, spent_ns)
+            self.spent(operator, layer, stage, start_ns, start_ns + spent_ns)
             start_ns += spent_ns
-
-    def _add(self, site: Site, stage: str, started_ns: float, elapsed_ns: float) -> None:
-        """Add to a stage, and keep a piece of the timeline, if they are to be kept."""
-        self._sums[site][f"{stage}_us"] += elapsed_ns
-        if self._keep_spans and elapsed_ns > 0:
-            self._pieces.append((self._lane, site, stage, started_ns, elapsed_ns))

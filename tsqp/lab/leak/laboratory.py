@@ -22,9 +22,9 @@ from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import is_path
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
 from tsqp.calibrate import default_text
-from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.model import Report as BenchReport
+from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import find_shape, require_one
 from tsqp.lab.leak.attack_runner import (
@@ -40,7 +40,14 @@ from tsqp.lab.leak.model import Curve, DecodeCost, LeakReport, LeakSetup, Policy
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import KEY, SERVED
 from tsqp.lab.leak.score import is_noisy, noisy_mask, with_sigma
-from tsqp.lab.measure import describe_machine, passed_on, processes, random_ids, tell
+from tsqp.lab.measure import (
+    describe_machine,
+    in_fresh_process,
+    passed_on,
+    processes,
+    random_ids,
+    tell,
+)
 from tsqp.lab.research.provisioning import provision
 
 R = TypeVar("R", bound=BaseModel)
@@ -196,7 +203,7 @@ class Laboratory:
                 key=key,
                 server_model=served,
                 baselines=False,
-                default_context=True,
+                defaults=("context",),
                 plan=Plan(prefill=(1,), decode=((_CONTEXT, 1),), generation=None, repeats=2),
             ),
             lambda _line: None,
@@ -284,7 +291,7 @@ def settings_of(
     else:
         # The first layer alone.
         first = find_shape(shape or "").with_layers(1)
-        model = prepare.random_model(folder / first.name, first, linear=True)
+        model = in_fresh_process(write_random_model, folder / first.name, first)
         vocabulary, seed = read_config(model).vocab_size, options["seed"]
         prompts = random_ids(vocabulary, tokens, seed=seed, sequences=count).tolist()
     SettingsError.unless(

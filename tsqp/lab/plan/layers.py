@@ -42,8 +42,8 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tsqp.lab.bench.job import pad_phases
 from tsqp.lab.bench.model import OperatorCost
 from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.bench.worker import Collector, random_prompts
-from tsqp.lab.measure import rounds
+from tsqp.lab.bench.worker import Collector
+from tsqp.lab.measure import random_ids, rounds
 from tsqp.lab.plan.costs import (
     RPC_TIMES,
     Costs,
@@ -191,7 +191,7 @@ class _Layers:
 
     def _run_prompt(self, tokens: int, lanes: Lanes) -> list[Sections]:
         engine = self._engine(lanes)
-        (prompt,) = random_prompts(self._config, tokens, 1)
+        (prompt,) = random_ids(self._config.vocab_size, tokens, seed=0).tolist()
         sequence = engine.add(prompt, max_new_tokens=1, eos_token_ids=frozenset())
         traces = []
         while sequence.finish_reason is None:
@@ -216,7 +216,7 @@ class _Layers:
         )
         sequences = [
             engine.add(prompt, max_new_tokens=DECODED, eos_token_ids=frozenset())
-            for prompt in random_prompts(config, context, batch)
+            for prompt in random_ids(config.vocab_size, context, seed=0, sequences=batch).tolist()
         ]
         for sequence in sequences:
             for layer in range(config.num_hidden_layers):

@@ -287,13 +287,14 @@ class Planning:
         alike, shape = self._few_layers(policy, layer)
         config = shape.config()
         self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
-        linear = needs_linear(alike, config)
-        model = prepare.random_model(folder / "model", shape, linear=linear)
+        model = in_fresh_process(
+            prepare.write_random_model, folder / "model", shape, needs_linear(alike, config)
+        )
         if alike.arithmetic == "int8":
             model = prepare.calibration(model, folder)
         if alike.verified:
             # Services answer with zeros, which is what these weights give.
-            model = prepare.hollow(model, folder)
+            model = in_fresh_process(prepare.write_hollow, model, folder / "hollow")
         bank = prepare.pad_bank(
             model, alike, pads_needed(alike, settings), folder / "pads", zeros=True
         )
