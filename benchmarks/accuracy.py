@@ -244,7 +244,7 @@ def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
     if policy.services:
         endpoint = place.service(bench.directory, transport="tcp")
         channels.append(place.enter_context(open_channel(endpoint)))
-    return assembly.lanes(lambda _layer: channels)[0].tables["prefill"]
+    return assembly.lanes(lambda _layer: channels)[0].tables["prefill", False]
 
 
 def measure(options: Options, place: Place) -> Found:

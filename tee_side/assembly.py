@@ -260,7 +260,7 @@ class Assembly:
             return self._lane(settings, randomness, observer, only)
 
         lanes = [lane(index) for index in range(micro_batches)]
-        tables = {*map(id, (*lanes[0].tables.values(), *lanes[0].withheld.values()))}
+        tables = {*map(id, lanes[0].tables.values())}
         spares = range(micro_batches, micro_batches + len(tables) - 1)
         return [*lanes, *(replace(lane(index), spare=True) for index in spares)]
 
@@ -333,11 +333,8 @@ class Assembly:
                 return SegmentCall(one, config, settings, sessions, self._keyed)
 
             made = partial(made, segments=segments, segment=segment)
-        tables = made()
-        apart = pads or tables["decode"].head_in_segment
-        withheld = made(withheld=True) if apart else tables
         model = replace(self._model, observer=settings.observer)
-        return MicroBatchOperators(model, tables, withheld, pads)
+        return MicroBatchOperators(model, made(), pads)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.

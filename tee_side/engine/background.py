@@ -109,14 +109,12 @@ class WaitingQueue(Generic[R]):
 class EngineStats(Totals, Counts):
     """How the engine stands, and what it and the run have done since their start.
 
-    `kv_usage`: 0 to 1. Prefix queries and hits: in tokens.
+    `kv_usage`: 0 to 1.
     """
 
     running: int
     waiting: int
     kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
 
 
 @dataclass(eq=False)
@@ -153,8 +151,6 @@ class BackgroundEngine:
         self.state: State = "starting"
         self._tell, self._waits = tell, waits
         self._engine, self._call, self._totals = engine, call, totals
-        # Made when it is first asked for: here, before there is a second thread.
-        self._prefixes = engine.prefixes
         self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
         # Sequences that cannot go on, and why: their requests end with the step.
@@ -163,7 +159,7 @@ class BackgroundEngine:
         self._changed = threading.Condition()
         self._tickets: dict[Request, Ticket] = {}
         self._cancelled: list[Ticket] = []
-        self._out: dict[Ticket, list[Delivery]] = defaultdict(list)
+        self._out: list[tuple[Ticket, Delivery]] = []
         self._closing = self._died = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -226,8 +222,6 @@ class BackgroundEngine:
             running=len(engine.running),
             waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
-            prefix_queries=self._prefixes.queries,
-            prefix_hits=self._prefixes.hits,
         )
 
     def _run(self) -> None:
@@ -321,9 +315,7 @@ class BackgroundEngine:
         """Note what a step gave, for each request."""
         tokens: dict[Request, list[NewToken]] = defaultdict(list)
         for one in sampled:
-            request = one.sequence.request
-            new = NewToken(one.sequence.sample, one.token_id, one.logprob, one.finish_reason)
-            tokens[request].append(new)
+            tokens[one.sequence.request].append(one)
         with self._changed:
             for request, found in tokens.items():
                 self._waiting.serve(request.owner, len(found))
@@ -334,7 +326,7 @@ class BackgroundEngine:
                 made = tuple(tokens.get(ticket.request, ()))
                 if made or ended:
                     delivery = Delivery(made, self._prompt_read(ticket), ended=ended)
-                    self._out[ticket].append(delivery)
+                    self._out.append((ticket, delivery))
                 if ended:
                     del self._tickets[ticket.request]
 
@@ -342,10 +334,8 @@ class BackgroundEngine:
         if ticket.read:
             return None
         ticket.read = True
-        first = ticket.sequences[0]
-        if first.reader is not None:
-            return first.reader.result()
-        return PromptRead(reused_tokens=first.reused_tokens)
+        reader, reused = ticket.sequences[0].reader, ticket.sequences[0].reused_tokens
+        return PromptRead(reused_tokens=reused) if reader is None else reader.result()
 
     def _step_failed(self, error: TsqpError) -> None:
         """Find the sequence that a step failed for, or end all of them.
@@ -397,18 +387,17 @@ class BackgroundEngine:
         self._waiting.remove(request.owner, request)
         for sequence in ticket.sequences:
             self._engine.remove(sequence)
-        self._out[ticket].append(Delivery(error=error, ended=True))
+        self._out.append((ticket, Delivery(error=error, ended=True)))
 
     def _hand_out(self) -> None:
-        out, self._out = self._out, defaultdict(list)
+        out, self._out = self._out, []
         if not out:
             return
 
         def deliver() -> None:
-            for ticket, deliveries in out.items():
-                for delivery in deliveries:
-                    if not ticket.cancelled:
-                        ticket.deliver(delivery)
+            for ticket, delivery in out:
+                if not ticket.cancelled:
+                    ticket.deliver(delivery)
 
         self._call(deliver)
 

@@ -127,21 +127,19 @@ class Delivery:
 MIN_TEMPERATURE = 1e-6
 
 
-def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettings:
-    """Return the settings of one of several samples: its seed is the request's + its index."""
-    if settings.seed is None:
-        return settings
-    return settings.model_copy(update={"seed": (settings.seed + index) % SEEDS})
-
-
 class Sampler:
     """Draws tokens for one sequence, with a generator of its own.
 
-    `prompt_tokens`: how many of the sequence's tokens are not counted as generated.
+    `prompt_tokens`: how many of the sequence's tokens are not counted as generated. `sample`: its
+    index among several of a request, which is added to the seed.
     """
 
     def __init__(
-        self, settings: SamplingSettings, prompt_tokens: int, matcher: GrammarMatcher | None = None
+        self,
+        settings: SamplingSettings,
+        prompt_tokens: int,
+        matcher: GrammarMatcher | None = None,
+        sample: int = 0,
     ) -> None:
         self._settings = settings
         self._matcher = matcher
@@ -154,7 +152,7 @@ class Sampler:
         self._seen = _Seen(prompt_tokens) if penalized else None
         self._words_V = np.empty(0, dtype=np.uint32)
         self._generator = torch.Generator()
-        seed = settings.seed if settings.seed is not None else secrets.randbits(63)
+        seed = secrets.randbits(63) if settings.seed is None else (settings.seed + sample) % SEEDS
         self._generator.manual_seed(seed)
 
     def sample(self, logits_V: torch.Tensor, previous_ids: Sequence[int]) -> int:

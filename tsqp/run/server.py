@@ -153,7 +153,13 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
             "--audit-log with one of --audit-key and --audit-key-fd, or none of them",
         )
         audit = None if path is None else opened.enter_context(AuditLog(path, given[0]()))
-        listening = opened.enter_context(_listening(settings.host, settings.port))
+        host, port = settings.host, settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = opened.enter_context(socket.socket(family))
+        with EndpointError.for_os(f"{host}:{port}", "a free address"):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(_BACKLOG)
         starting = opened.enter_context(closing(Starting(listening, tls)))
         yield Parts(listening, tls, keys, audit, identity, starting)
 
@@ -336,17 +342,3 @@ async def _every(seconds: float, work: Callable[[], object]) -> None:
     while True:
         await asyncio.sleep(seconds)
         await asyncio.to_thread(work)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(_BACKLOG)
-    except OSError as error:
-        made.close()
-        raise EndpointError(
-            f"{host}:{port}", error.strerror or type(error).__name__, "a free address"
-        ) from None
-    return made
