@@ -33,10 +33,9 @@ from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.extras import require
 from tsqp.keyserver import key_of_server
-from tsqp.run.load import policy_digest
+from tsqp.run.load import policy_digest, read_client_keys
 from tsqp.run.process import tell
 from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
-from tsqp.run.trust import read_client_keys
 
 if TYPE_CHECKING:
     from protocol.model.manifest import Manifest
