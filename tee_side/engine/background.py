@@ -8,7 +8,7 @@ one call, whatever the number of requests. Pads are made in the background, as t
 import logging
 import threading
 import traceback
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -49,13 +49,14 @@ class WaitingQueue(Generic[R]):
 
     Served is counted in tokens, as the Virtual Token Counter does (arXiv 2401.00588): an owner that
     comes back after a while starts where the least served of the waiting ones is, or where the one
-    is that left last, as nothing is saved up by staying away.
+    is that left last, as nothing is saved up by staying away. `served`: tokens by owner, which who
+    computes them counts.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._queues: dict[str, deque[R]] = {}
-        self._served: dict[str, int] = {}
+        self.served = Counter[str]()
         self._last: str | None = None
 
     def __len__(self) -> int:
@@ -76,8 +77,8 @@ class WaitingQueue(Generic[R]):
             displaced = self._queues[most].pop()
         if owner not in self._queues:
             others = self._queues or ([] if self._last is None else [self._last])
-            least = min((self._served[other] for other in others), default=0)
-            self._served[owner] = max(self._served.get(owner, 0), least)
+            least = min((self.served[other] for other in others), default=0)
+            self.served[owner] = max(self.served[owner], least)
         self._queues.setdefault(owner, deque()).append(request)
         return displaced
 
@@ -89,7 +90,7 @@ class WaitingQueue(Generic[R]):
         """Return whose turn it is, or None."""
         if not self._queues:
             return None
-        return self._queues[min(self._queues, key=self._served.__getitem__)][0]
+        return self._queues[min(self._queues, key=self.served.__getitem__)][0]
 
     def remove(self, owner: str, request: R) -> None:
         """Take a request out, if it is still here."""
@@ -99,10 +100,6 @@ class WaitingQueue(Generic[R]):
             if not queue:
                 del self._queues[owner]
                 self._last = owner
-
-    def serve(self, owner: str, tokens: int) -> None:
-        """Count tokens that were computed for an owner."""
-        self._served[owner] = self._served.get(owner, 0) + tokens
 
 
 @dataclass(kw_only=True)
@@ -303,7 +300,7 @@ class BackgroundEngine:
                     self._end(ticket, error)
                 else:
                     self._waiting.remove(request.owner, request)
-                    self._waiting.serve(request.owner, len(request.prompt_ids))
+                    self._waiting.served[request.owner] += len(request.prompt_ids)
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, []
@@ -318,7 +315,7 @@ class BackgroundEngine:
             tokens[one.sequence.request].append(one)
         with self._changed:
             for request, found in tokens.items():
-                self._waiting.serve(request.owner, len(found))
+                self._waiting.served[request.owner] += len(found)
             for ticket in list(self._tickets.values()):
                 if not ticket.sequences:
                     continue

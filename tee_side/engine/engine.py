@@ -9,7 +9,6 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,7 +114,7 @@ class Engine:
             self._prefixes = PrefixPool()
 
     @property
-    def _elsewhere(self) -> Collection[int]:
+    def _elsewhere(self) -> abc.Collection[int]:
         """The layers whose keys and values services keep."""
         return self.lanes[0].tables["decode", False].segments
 
@@ -274,7 +273,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 self.remove(sequence)
 
-    def run(self, sequences: abc.Sequence[Sequence]) -> Generator[list[Sampled], None, None]:
+    def run(self, sequences: abc.Sequence[Sequence]) -> abc.Generator[list[Sampled], None, None]:
         """Step these sequences until each has ended or was removed; yield what each step gave.
 
         Others stand still meanwhile. Where the iteration ends early, they are removed. Raises as
@@ -287,7 +286,7 @@ class Engine:
             for sequence in sequences:
                 self.remove(sequence)
 
-    def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
+    def step(self, only: abc.Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 
         `only`: of these sequences. A step that raises has changed nothing and can be repeated.

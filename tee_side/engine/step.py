@@ -12,7 +12,6 @@ layer, until the earlier one has written the keys that it looks at.
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -148,7 +147,7 @@ class Part:
     rows: abc.Sequence[Rows] = ()
 
 
-Refuse: TypeAlias = Callable[[Sequence, TsqpError], None]
+Refuse: TypeAlias = abc.Callable[[Sequence, TsqpError], None]
 
 
 def fail_step(_sequence: Sequence, error: TsqpError) -> None:
@@ -189,7 +188,7 @@ class _PadBudget:
             (mask, self._lane.pads[mask].source) for mask in self._lane.tables[phase, False].masks
         ]
 
-    def _withhold(self, without: Iterable[Pads]) -> bool:
+    def _withhold(self, without: abc.Iterable[Pads]) -> bool:
         for pads in without:
             if pads not in self._in_tee:
                 self._in_tee.add(pads)
@@ -198,7 +197,7 @@ class _PadBudget:
 
 
 def compose(
-    sequences: Iterable[Sequence],
+    sequences: abc.Iterable[Sequence],
     lane: MicroBatchOperators,
     refuse: Refuse,
     *,
@@ -220,8 +219,7 @@ def compose(
         except PadsExhaustedError as error:
             refuse(sequence, error)
             continue
-        table = lane.tables[phase, withheld]
-        _, _, rows = groups.setdefault(id(table), (phase, withheld, []))
+        _, _, rows = groups.setdefault(id(lane.tables[phase, withheld]), (phase, withheld, []))
         rows.append(wanted)
     return [
         Part(Batch.of([one.take for one in rows]), phase, withheld, rows)
@@ -230,8 +228,8 @@ def compose(
 
 
 def _wanted(
-    sequences: Iterable[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
-) -> Iterable[Rows]:
+    sequences: abc.Iterable[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
+) -> abc.Iterable[Rows]:
     found: dict[Phase, list[Sequence]] = {"decode": [], "prefill": []}
     for sequence in sequences:
         if not sequence.follows:

@@ -278,29 +278,26 @@ def place(
     layers: int,
     local: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
     remote: Callable[[Operator, int, Phase], Callable[..., Any]],
-    segments: Sequence[Segment] = (),
-    segment: Callable[[Segment], RemoteSegment] | None = None,
+    segments: Sequence[tuple[Segment, Callable[[Segment], RemoteSegment]]] = (),
 ) -> Tables:
     """Build the tables of prefill and decode, with pads and without, one for rows that run alike.
 
     `local`: returns how an operator of a layer, or of none, is called where it stays; `remote`:
-    where it leaves; `segment`: how one of `segments` is, each all at one service. The service of
-    layer 0 has the embedding, that of the last layer the LM head.
+    where it leaves; `segments`: each all at one service, and what returns how it is called. The
+    service of layer 0 has the embedding, that of the last layer the LM head.
     """
-    head = any(one.head for one in segments)
+    head = any(one.head for one, _ in segments)
     apart = head or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
 
     @cache
     def table(phase: Phase, withheld: bool) -> Operators:
         drawn: set[Mask] = set()
         calls_at: dict[int, RemoteSegment] = {}
-        if segment is not None:
-            for one in segments:
-                calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
-                calls_at[one.first] = segment(one._replace(head=one.head and not withheld))
+        for one, called in segments:
+            calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
+            calls_at[one.first] = called(one._replace(head=one.head and not withheld))
         # Rows for which the TEE computes much, while others' are under way.
-        beside = withheld or (phase == "prefill" and policy.splits_phases)
-        stays = yielding if beside else staying
+        stays = yielding if withheld or (phase == "prefill" and policy.splits_phases) else staying
 
         def call(operator: Operator, layer: int) -> Call:
             alone = operator in LAYERLESS
@@ -367,8 +364,7 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any
     # Positions, to the last that its row can look at, which is itself.
     parts = [(one.start, one.start + one.tokens, one.known_length) for one in batch.chunks]
     # A segment that ends with the last layer returns the wanted rows alone.
-    chosen = len(model.layers) - 1 in ops.segments
-    wanted = None if chosen else batch.wanted_rows
+    wanted = None if len(model.layers) - 1 in ops.segments else batch.wanted_rows
     # No coroutine of its own: each resumption would enter one frame more.
     return run_layers(batch.token_ids_T, model.layers, model.rope.of(parts), ops, batch, wanted)
 

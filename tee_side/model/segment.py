@@ -99,11 +99,11 @@ class SegmentCall:
 
     def __init__(
         self,
-        segment: Segment,
         config: ModelConfig,
         settings: CallSettings,
         sessions: Sessions,
         keyed: KeyedSegment | None,
+        segment: Segment,
     ) -> None:
         self._segment, self._sessions, self._keyed = segment, sessions, keyed
         self._rules = MaskRules(segment.placed.mask)

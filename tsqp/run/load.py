@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from protocol.errors import PolicyError, SettingsError, describe
 from tsqp.run.process import configure, tell
@@ -53,9 +53,6 @@ BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank"
 # 512 that would take a quarter of the whole (1b shape, 2 cores).
 BATCH_TOKENS = 1024
 
-# Gives the key of a seal, for a program with this manifest and policy.
-Release: TypeAlias = "Callable[[Manifest | None, Policy], bytes]"
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -66,7 +63,12 @@ class Loaded:
     tokenizer: Tokenizer | None
 
 
-def load(settings: RunSettings, *, text_needed: bool, release: Release | None = None) -> Loaded:
+def load(
+    settings: RunSettings,
+    *,
+    text_needed: bool,
+    release: Callable[[Manifest | None, Policy], bytes] | None = None,
+) -> Loaded:
     """Open the seal and read manifest, policy and, if the model has one, tokenizer.
 
     `release`: asks a key server for the key of the seal. It tells that server manifest and policy,
@@ -357,8 +359,7 @@ def exposed_services(endpoints: Sequence[str]) -> str:
     from protocol.endpoint import is_exposed
     from tee_side.remote.services.plan import ServiceSpec
 
-    known = [ServiceSpec.parse(text).endpoint for text in endpoints]
-    return ", ".join(filter(is_exposed, known))
+    return ", ".join(filter(is_exposed, (ServiceSpec.parse(text).endpoint for text in endpoints)))
 
 
 def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[ClientKeys, ...]:
@@ -409,8 +410,11 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
         return {}
     urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
     if not urls:
-        option = "--http-token" if tokens else "--http-ca"
-        raise SettingsError(option, got=", ".join(settings.gpu), expected="a service with a URL")
+        raise SettingsError(
+            "--http-token" if tokens else "--http-ca",
+            got=", ".join(settings.gpu),
+            expected="a service with a URL",
+        )
     from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
     from protocol.endpoint import one_for_each
 
@@ -502,8 +506,7 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
         f"masks {names}" if found else "no operator under pads",
         "one mask that needs pads, as in shielded",
     )
-    sites = policy.sites_under(config.num_hidden_layers, found[0])
-    return found[0], PadLayout.of(config, sites)
+    return found[0], PadLayout.of(config, policy.sites_under(config.num_hidden_layers, found[0]))
 
 
 def product_operations(layout: PadLayout) -> int:

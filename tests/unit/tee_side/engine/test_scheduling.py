@@ -35,7 +35,7 @@ def _served(queue: WaitingQueue[str], turns: int, **tokens: int) -> list[str]:
     found = []
     while len(found) < turns and (request := queue.first()):
         queue.remove(request[0], request)
-        queue.serve(request[0], tokens.get(request[0], 10))
+        queue.served[request[0]] += tokens.get(request[0], 10)
         found.append(request)
     return found
 

@@ -126,8 +126,9 @@ def _placed(operators: dict[str, Any]) -> Tables:
 
 
 def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> None:
-    tables = _placed({"lm_head": PAD, "o_proj": PAD})
-    leaves, stays = tables["decode", False], tables["decode", True]
+    leaves, stays = (
+        _placed({"lm_head": PAD, "o_proj": PAD})["decode", withheld] for withheld in (False, True)
+    )
     assert [[mask.name for mask in table.masks] for table in (leaves, stays)] == [["pad"], []]
     assert (leaves.head_apart, stays.head_apart) == (True, False)
     phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
