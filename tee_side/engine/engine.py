@@ -387,8 +387,9 @@ class Engine:
         sequence.append(token_id)
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generation_tokens += 1
-        finish = sequence.finish_reason
-        return Sampled(sequence.sample, token_id, logprob, finish, sequence, logits_V)
+        return Sampled(
+            sequence.sample, token_id, logprob, sequence.finish_reason, sequence, logits_V
+        )
 
 
 def _reads(request: Request) -> bool:

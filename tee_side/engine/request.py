@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import TsqpError
 
@@ -30,15 +30,13 @@ FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
 
 
-class SamplingSettings(BaseModel):
+class SamplingSettings(BaseModel, frozen=True, extra="forbid", hide_input_in_errors=True):
     """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 are off.
 
     `repetition_penalty`: of all tokens so far. `frequency_penalty`, `presence_penalty`: OpenAI's,
     of the generated ones. `logit_bias`: token id to what is added to its score. `seed` None draws
     one from the operating system; a fixed seed repeats the same text on the same torch version.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0

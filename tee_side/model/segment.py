@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 
@@ -82,10 +82,6 @@ def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
         segment._replace(first=first, last=last, head=segment.head and last == segment.last)
         for first, last in zip(starts, ends, strict=True)
     ]
-
-
-# What a segment is called with: all rows [T, D], whose they are, and which are wanted.
-_Operand: TypeAlias = tuple[torch.Tensor, Batch, list[int]]
 
 
 class SegmentCall:
@@ -167,7 +163,8 @@ class SegmentCall:
                 chunk.cache.written[layer] = chunk.behind + chunk.tokens
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
-    def _hide(self, operand: _Operand) -> Masked:
+    def _hide(self, operand: tuple[torch.Tensor, Batch, list[int]]) -> Masked:
+        """Mask all rows [T, D]; with whose they are, and which are wanted."""
         (h_TD, batch, rows), keyed = operand, self._keyed
         masked = Masked((h_TD,), as_it_is)
         if keyed is not None:

@@ -295,7 +295,7 @@ def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
     from protocol.model.manifest import Manifest
 
     found = Manifest.load(path, digest)
-    for settings_file, content in settings.source.files:
+    for settings_file, content in settings.read_files:
         found.check_also("--config", settings_file, content)
     if digest is None and path.resolve().parent == directory.resolve():
         tell(
@@ -312,7 +312,7 @@ def _check_pins(settings: RunSettings) -> None:
     """
     for name, (known, _) in settings_of(type(settings)).items():
         SettingsError.unless(
-            not (said_of(known).pins and name in settings.source.names),
+            not (said_of(known).pins and name in settings.of_files),
             option_of(name),
             "a value in a settings file, which a manifest has to pin",
             "it on the command line or in the environment",
