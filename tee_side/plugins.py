@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.abc import ExecutionLoader
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from importlib.util import decode_source
+from importlib.util import decode_source, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -60,6 +62,20 @@ def read_checked(path: Path) -> bytes:
     return content
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class _CheckedSource(ExecutionLoader):
+    """Runs a module from bytes that were read before."""
+
+    _path: str
+    _content: bytes
+
+    def get_filename(self, _fullname: str) -> str:
+        return self._path
+
+    def get_source(self, _fullname: str) -> str:
+        return decode_source(self._content)
+
+
 def load_module(path: Path) -> ModuleType:
     """Run a Python file as a module, once per process and path.
 
@@ -75,12 +91,12 @@ def load_module(path: Path) -> ModuleType:
     PluginError.unless(there, str(path), "no such file", "a Python file (.py)")
     with PluginError.for_os(str(path), "a readable file"):
         content = read_checked(path)
-    module = ModuleType(name)
+    loader = _CheckedSource(str(resolved), content)
+    module = module_from_spec(ModuleSpec(name, loader, origin=str(resolved)))
     module.__file__ = str(resolved)
     sys.modules[name], sources[name] = module, content
     try:
-        code = compile(decode_source(content), str(resolved), "exec", dont_inherit=True)
-        exec(code, vars(module))  # noqa: S102 - what a person named, to be run
+        loader.exec_module(module)
     except Exception as error:
         # Whatever a user's file raises is the user's to read, as one line.
         del sys.modules[name]

@@ -8,6 +8,7 @@ The file's table `[tee-runner]`, `[gpu-service]` or `[tsqp]` goes before its oth
 program. A name that another command has is ignored, and one that no command has is refused.
 """
 
+import difflib
 import math
 import os
 import re
@@ -34,7 +35,6 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from protocol.errors import SettingsError, describe
-from protocol.validation import did_you_mean
 from tsqp.run.settings import (
     DEMO,
     DIRECTORY,
@@ -258,7 +258,8 @@ def _require_known(where: str, name: str, known: Iterable[str]) -> None:
     """Raise SettingsError, with the nearest name, for one that is not among these."""
     names = sorted(known)
     if name not in names:
-        hint = did_you_mean(name, names) or " (--help lists them)"
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else " (--help lists them)"
         raise SettingsError(where, got="an unknown name", expected=f"that of an option{hint}")
 
 
