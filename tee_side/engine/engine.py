@@ -269,9 +269,8 @@ class Engine:
         return sum(sequence.cache.nbytes for sequence in self._running) + kept
 
     def _remove_finished(self) -> None:
-        for sequence in tuple(self._running):
-            if sequence.finish_reason is not None:
-                self.remove(sequence)
+        for sequence in [s for s in self._running if s.finish_reason is not None]:
+            self.remove(sequence)
 
     def run(self, sequences: abc.Sequence[Sequence]) -> abc.Generator[list[Sampled], None, None]:
         """Step these sequences until each has ended or was removed; yield what each step gave.
