@@ -210,7 +210,8 @@ class Assembly:
                     decode_share=policy.left_to_decode,
                     on_wait=on_wait,
                 )
-            self._closing = opened.pop_all()
+            # Lets go of the pad bank.
+            self.close = opened.pop_all().close
 
     def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
         from tee_side.protect.pads.bank import BankFile
@@ -342,10 +343,6 @@ class Assembly:
             site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
             self._local[None, "lm_head"] = load_site(self._parts, site, self._integers, self._held)
         return self._local[None, "lm_head"](h_ND)
-
-    def close(self) -> None:
-        """Let go of the pad bank."""
-        self._closing.close()
 
     @cached_property
     def _local(self) -> LocalOperators:
