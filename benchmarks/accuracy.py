@@ -236,7 +236,7 @@ def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
         place.enter_context(open_channel(place.service(bench.directory, transport="tcp")))
         for _ in range(policy.services)
     ]
-    return assembly.lanes(lambda _layer: channels)[0].tables["prefill"]
+    return assembly.lanes(lambda _layer: channels)[0].tables["prefill", False]
 
 
 def measure(options: Options, place: Place) -> Found:

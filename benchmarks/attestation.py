@@ -35,7 +35,7 @@ from tee_side.serve.identity import certify
 from tests.kit import snp_chain
 from tests.kit.evidence import identity
 from tsqp.lab.measure import elapsed_us, in_turns
-from tsqp.run.attestation import tls_files
+from tsqp.run.server import tls_files
 
 # Of claims with a hybrid HPKE key; of evidence of SEV-SNP with its chain, and of TDX with Intel's
 # collateral.

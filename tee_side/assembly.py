@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -28,13 +28,14 @@ from tee_side.model.operators import (
     LocalOperators,
     MicroBatchOperators,
     Product,
+    RemoteSegment,
     TeeModel,
     load_local_operators,
     load_site,
     not_here,
     place,
 )
-from tee_side.observer import Observer, Observers, timed
+from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
@@ -196,9 +197,9 @@ class Assembly:
                 layout = PadLayout.of(config, sites)
                 # A step may have as many rows; memory is taken as it is filled.
                 store = opened.enter_context(
-                    closing(MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens)))
+                    MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens))
                     if settings.bank is None
-                    else closing(self._open_bank(settings.bank, layout, mask))
+                    else self._open_bank(settings.bank, layout, mask)
                 )
                 self.pads[mask] = Pads(
                     mask,
@@ -209,7 +210,8 @@ class Assembly:
                     decode_share=policy.left_to_decode,
                     on_wait=on_wait,
                 )
-            self._closing = opened.pop_all()
+            # Lets go of the pad bank.
+            self.close = opened.pop_all().close
 
     def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
         from tee_side.protect.pads.bank import BankFile
@@ -252,26 +254,24 @@ class Assembly:
         it because others' were refused; infinite: each has its channel's own deadline. The first
         call loads the weights that stay, and draws what results are verified with.
         """
-        randomness = randomness or Randomness()
-        settings = CallSettings(channels_at, timeout_s, None)
-
-        def lane(index: int) -> MicroBatchOperators:
-            observer = None if observers is None else observers(index)
-            return self._lane(settings, randomness, observer, only)
-
+        drawn = randomness or Randomness()
+        lane = partial(self._lane, channels_at, timeout_s, observers, only, drawn)
         lanes = [lane(index) for index in range(micro_batches)]
-        tables = {*map(id, (*lanes[0].tables.values(), *lanes[0].withheld.values()))}
+        tables = {*map(id, lanes[0].tables.values())}
         spares = range(micro_batches, micro_batches + len(tables) - 1)
         return [*lanes, *(replace(lane(index), spare=True) for index in spares)]
 
     def _lane(
         self,
-        settings: CallSettings,
-        randomness: Randomness,
-        observer: Observer | None,
+        channels_at: ChannelsAt,
+        timeout_s: float,
+        observers: Observers | None,
         only: Collection[Operator] | None,
+        randomness: Randomness,
+        index: int,
     ) -> MicroBatchOperators:
-        settings = replace(settings, observer=observer if only is None else None)
+        observer = None if observers is None else observers(index)
+        settings = CallSettings(channels_at, timeout_s, observer if only is None else None)
         policy, config = self._parts.policy, self._parts.config
         local, integers = self._local, self._integers
         # Two micro-batches never draw from one stretch of pads.
@@ -281,11 +281,11 @@ class Assembly:
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
-            of_site: LinearSite
-            if integers is not None:
-                of_site = integers[site]
-            else:
-                of_site = FloatSite(None if bias_leaves else self._biases.get(site))
+            of_site: LinearSite = (
+                FloatSite(None if bias_leaves else self._biases.get(site))
+                if integers is None
+                else integers[site]
+            )
             check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
             lane = None if mask is None else pads.get(mask)
             padded = None
@@ -308,9 +308,9 @@ class Assembly:
             )
 
         def stays(operator: Operator, layer: int | None) -> Product:
-            function = local.get((layer, operator), not_here)
-            if function is not_here and operator == "lm_head":
-                function = self._head
+            function = local.get(
+                (layer, operator), self._head if operator == "lm_head" else not_here
+            )
             told = observer if only is None or operator in only else None
             return timed(function, told, operator, layer)
 
@@ -322,22 +322,17 @@ class Assembly:
             return registered.bind(layer, phase, settings, randomness)
 
         layers = config.num_hidden_layers
-        made = partial(place, policy, layers, stays, leaves)
-        if found := policy.segments(layers):
+        segments: list[tuple[Segment, Callable[[Segment], RemoteSegment]]] = []
+        for found in policy.segments(layers):
             from tee_side.model.segment import SegmentCall, Sessions, cut
 
-            segments = [part for one in found for part in cut(one, settings.channels_at)]
-
-            def segment(one: Segment) -> SegmentCall:
+            for one in cut(found, channels_at):
                 sessions = self._sessions.setdefault(one.first, Sessions())
-                return SegmentCall(one, config, settings, sessions, self._keyed)
-
-            made = partial(made, segments=segments, segment=segment)
-        tables = made()
-        apart = pads or tables["decode"].head_in_segment
-        withheld = made(withheld=True) if apart else tables
-        model = replace(self._model, observer=settings.observer)
-        return MicroBatchOperators(model, tables, withheld, pads)
+                segments.append(
+                    (one, partial(SegmentCall, config, settings, sessions, self._keyed))
+                )
+        tables = place(policy, layers, stays, leaves, segments)
+        return MicroBatchOperators(replace(self._model, observer=settings.observer), tables, pads)
 
     def _head(self, h_ND: torch.Tensor) -> torch.Tensor:
         """Compute the LM head in the TEE, read when first asked for: log-probabilities of prompts.
@@ -348,10 +343,6 @@ class Assembly:
             site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
             self._local[None, "lm_head"] = load_site(self._parts, site, self._integers, self._held)
         return self._local[None, "lm_head"](h_ND)
-
-    def close(self) -> None:
-        """Let go of the pad bank."""
-        self._closing.close()
 
     @cached_property
     def _local(self) -> LocalOperators:

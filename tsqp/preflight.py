@@ -34,9 +34,7 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
-from tsqp.run.process import require_seed
-from tsqp.run.settings import RunSettings
-from tsqp.run.trust import (
+from tsqp.run.load import (
     bank_place,
     exposed_services,
     load_run_policy,
@@ -45,6 +43,8 @@ from tsqp.run.trust import (
     read_http_access,
     service_appraisal,
 )
+from tsqp.run.process import require_seed
+from tsqp.run.settings import RunSettings
 
 _CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
 # Read in a processor's register or in shared memory; all others cost a microsecond a reading.

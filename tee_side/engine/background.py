@@ -8,7 +8,7 @@ one call, whatever the number of requests. Pads are made in the background, as t
 import logging
 import threading
 import traceback
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -49,13 +49,14 @@ class WaitingQueue(Generic[R]):
 
     Served is counted in tokens, as the Virtual Token Counter does (arXiv 2401.00588): an owner that
     comes back after a while starts where the least served of the waiting ones is, or where the one
-    is that left last, as nothing is saved up by staying away.
+    is that left last, as nothing is saved up by staying away. `served`: tokens by owner, which who
+    computes them counts.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._queues: dict[str, deque[R]] = {}
-        self._served: dict[str, int] = {}
+        self.served = Counter[str]()
         self._last: str | None = None
 
     def __len__(self) -> int:
@@ -76,8 +77,8 @@ class WaitingQueue(Generic[R]):
             displaced = self._queues[most].pop()
         if owner not in self._queues:
             others = self._queues or ([] if self._last is None else [self._last])
-            least = min((self._served[other] for other in others), default=0)
-            self._served[owner] = max(self._served.get(owner, 0), least)
+            least = min((self.served[other] for other in others), default=0)
+            self.served[owner] = max(self.served[owner], least)
         self._queues.setdefault(owner, deque()).append(request)
         return displaced
 
@@ -89,7 +90,7 @@ class WaitingQueue(Generic[R]):
         """Return whose turn it is, or None."""
         if not self._queues:
             return None
-        return self._queues[min(self._queues, key=self._served.__getitem__)][0]
+        return self._queues[min(self._queues, key=self.served.__getitem__)][0]
 
     def remove(self, owner: str, request: R) -> None:
         """Take a request out, if it is still here."""
@@ -100,23 +101,17 @@ class WaitingQueue(Generic[R]):
                 del self._queues[owner]
                 self._last = owner
 
-    def serve(self, owner: str, tokens: int) -> None:
-        """Count tokens that were computed for an owner."""
-        self._served[owner] = self._served.get(owner, 0) + tokens
-
 
 @dataclass(kw_only=True)
 class EngineStats(Totals, Counts):
     """How the engine stands, and what it and the run have done since their start.
 
-    `kv_usage`: 0 to 1. Prefix queries and hits: in tokens.
+    `kv_usage`: 0 to 1.
     """
 
     running: int
     waiting: int
     kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
 
 
 @dataclass(eq=False)
@@ -153,8 +148,6 @@ class BackgroundEngine:
         self.state: State = "starting"
         self._tell, self._waits = tell, waits
         self._engine, self._call, self._totals = engine, call, totals
-        # Made when it is first asked for: here, before there is a second thread.
-        self._prefixes = engine.prefixes
         self._waiting = WaitingQueue[Request](engine.settings.max_waiting)
         self._filling = filling
         # Sequences that cannot go on, and why: their requests end with the step.
@@ -163,7 +156,7 @@ class BackgroundEngine:
         self._changed = threading.Condition()
         self._tickets: dict[Request, Ticket] = {}
         self._cancelled: list[Ticket] = []
-        self._out: dict[Ticket, list[Delivery]] = defaultdict(list)
+        self._out: list[tuple[Ticket, Delivery]] = []
         self._closing = self._died = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -226,8 +219,6 @@ class BackgroundEngine:
             running=len(engine.running),
             waiting=len(self._waiting),
             kv_usage=engine.kv_bytes / max(1, engine.max_kv_bytes),
-            prefix_queries=self._prefixes.queries,
-            prefix_hits=self._prefixes.hits,
         )
 
     def _run(self) -> None:
@@ -309,7 +300,7 @@ class BackgroundEngine:
                     self._end(ticket, error)
                 else:
                     self._waiting.remove(request.owner, request)
-                    self._waiting.serve(request.owner, len(request.prompt_ids))
+                    self._waiting.served[request.owner] += len(request.prompt_ids)
 
     def _drop_cancelled(self) -> None:
         cancelled, self._cancelled = self._cancelled, []
@@ -321,12 +312,10 @@ class BackgroundEngine:
         """Note what a step gave, for each request."""
         tokens: dict[Request, list[NewToken]] = defaultdict(list)
         for one in sampled:
-            request = one.sequence.request
-            new = NewToken(one.sequence.sample, one.token_id, one.logprob, one.finish_reason)
-            tokens[request].append(new)
+            tokens[one.sequence.request].append(one)
         with self._changed:
             for request, found in tokens.items():
-                self._waiting.serve(request.owner, len(found))
+                self._waiting.served[request.owner] += len(found)
             for ticket in list(self._tickets.values()):
                 if not ticket.sequences:
                     continue
@@ -334,7 +323,7 @@ class BackgroundEngine:
                 made = tuple(tokens.get(ticket.request, ()))
                 if made or ended:
                     delivery = Delivery(made, self._prompt_read(ticket), ended=ended)
-                    self._out[ticket].append(delivery)
+                    self._out.append((ticket, delivery))
                 if ended:
                     del self._tickets[ticket.request]
 
@@ -342,10 +331,8 @@ class BackgroundEngine:
         if ticket.read:
             return None
         ticket.read = True
-        first = ticket.sequences[0]
-        if first.reader is not None:
-            return first.reader.result()
-        return PromptRead(reused_tokens=first.reused_tokens)
+        reader, reused = ticket.sequences[0].reader, ticket.sequences[0].reused_tokens
+        return PromptRead(reused_tokens=reused) if reader is None else reader.result()
 
     def _step_failed(self, error: TsqpError) -> None:
         """Find the sequence that a step failed for, or end all of them.
@@ -397,18 +384,17 @@ class BackgroundEngine:
         self._waiting.remove(request.owner, request)
         for sequence in ticket.sequences:
             self._engine.remove(sequence)
-        self._out[ticket].append(Delivery(error=error, ended=True))
+        self._out.append((ticket, Delivery(error=error, ended=True)))
 
     def _hand_out(self) -> None:
-        out, self._out = self._out, defaultdict(list)
+        out, self._out = self._out, []
         if not out:
             return
 
         def deliver() -> None:
-            for ticket, deliveries in out.items():
-                for delivery in deliveries:
-                    if not ticket.cancelled:
-                        ticket.deliver(delivery)
+            for ticket, delivery in out:
+                if not ticket.cancelled:
+                    ticket.deliver(delivery)
 
         self._call(deliver)
 

@@ -9,21 +9,13 @@ table of their phase, or the one that draws no pads.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
-from tee_side.engine.request import (
-    Logprob,
-    Request,
-    Sampler,
-    SamplingSettings,
-    settings_of_sample,
-)
+from tee_side.engine.request import Logprob, Request, Sampler, SamplingSettings
 from tee_side.engine.step import (
     Part,
     Refuse,
@@ -73,13 +65,18 @@ class EngineSettings:
 
 @dataclass(kw_only=True)
 class Counts:
-    """What an engine has done since it was made, and what was accepted of its drafts."""
+    """What an engine has done since it was made, and what was accepted of its drafts.
+
+    Prefix queries and hits: in tokens of prompts that earlier ones could have, and had, begun with.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Engine:
@@ -110,18 +107,16 @@ class Engine:
         # All of them may have a row in each step.
         self.max_sequences = min(self.settings.max_sequences, self.settings.step_tokens)
         self._running: list[Sequence] = []
+        self._prefixes: PrefixPool | None = None
+        if self.settings.prefix_reuse:
+            from tee_side.engine.prefix_pool import PrefixPool
 
-    @cached_property
-    def prefixes(self) -> PrefixPool:
-        """Caches that are kept for later prompts, where `prefix_reuse` is set."""
-        from tee_side.engine.prefix_pool import PrefixPool
-
-        return PrefixPool()
+            self._prefixes = PrefixPool()
 
     @property
-    def _elsewhere(self) -> Collection[int]:
+    def _elsewhere(self) -> abc.Collection[int]:
         """The layers whose keys and values services keep."""
-        return self.lanes[0].tables["decode"].segments
+        return self.lanes[0].tables["decode", False].segments
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
@@ -181,8 +176,8 @@ class Engine:
         self._remove_finished()
         left = self.max_kv_bytes - sum(sequence.cache.nbytes for sequence in self._running)
         needed = self._require_kv(request, left)
-        if self.settings.prefix_reuse:
-            self.prefixes.make_room(needed + self.prefixes.nbytes - left)
+        if self._prefixes is not None:
+            self._prefixes.make_room(needed + self._prefixes.nbytes - left)
         sequences: list[Sequence] = []
         try:
             while len(sequences) < request.samples:
@@ -195,15 +190,16 @@ class Engine:
         first.followers = others
         for other in others:
             other.follows = True
-        if self.settings.prefix_reuse and first.reader is None:
+        if self._prefixes is not None and first.reader is None:
             whose = request.owner, request.salt
-            first.reused_tokens = self.prefixes.fill(whose, request.prompt_ids, first.cache)
+            first.reused_tokens = self._prefixes.fill(whose, request.prompt_ids, first.cache)
+            self.counts.prefix_queries += len(request.prompt_ids)
+            self.counts.prefix_hits += first.reused_tokens
         self._running += sequences
         return sequences
 
     def _new_sequence(self, request: Request, sample: int) -> Sequence:
         config, prompt = self._model.config, len(request.prompt_ids)
-        sampling = settings_of_sample(request.sampling, sample)
         matcher = None if request.grammar is None else request.grammar.copy()
         watch = (
             TextStream(self.tokenizer, request.stop) if self.tokenizer and request.stop else None
@@ -214,7 +210,7 @@ class Engine:
             list(request.prompt_ids),
             prompt,
             KVCache(config, self._capacity(request), self._model.dtype, self._elsewhere),
-            Sampler(sampling, prompt, matcher),
+            Sampler(request.sampling, prompt, matcher, sample),
             min(request.max_new_tokens, self.context - prompt),
             config.eos_token_ids if request.stop_ids is None else request.stop_ids,
             watch,
@@ -256,8 +252,8 @@ class Engine:
             return
         self._running = [running for running in self._running if running is not sequence]
         request, cache = sequence.request, sequence.cache
-        if self.settings.prefix_reuse and sequence.finish_reason is not None:
-            self.prefixes.keep((request.owner, request.salt), sequence.ids, cache)
+        if self._prefixes is not None and sequence.finish_reason is not None:
+            self._prefixes.keep((request.owner, request.salt), sequence.ids, cache)
         else:
             cache.release()
 
@@ -269,15 +265,14 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """What the KV caches have, kept prefixes included."""
-        kept = self.prefixes.nbytes if self.settings.prefix_reuse else 0
+        kept = 0 if self._prefixes is None else self._prefixes.nbytes
         return sum(sequence.cache.nbytes for sequence in self._running) + kept
 
     def _remove_finished(self) -> None:
-        for sequence in tuple(self._running):
-            if sequence.finish_reason is not None:
-                self.remove(sequence)
+        for sequence in [s for s in self._running if s.finish_reason is not None]:
+            self.remove(sequence)
 
-    def run(self, sequences: abc.Sequence[Sequence]) -> Generator[list[Sampled], None, None]:
+    def run(self, sequences: abc.Sequence[Sequence]) -> abc.Generator[list[Sampled], None, None]:
         """Step these sequences until each has ended or was removed; yield what each step gave.
 
         Others stand still meanwhile. Where the iteration ends early, they are removed. Raises as
@@ -290,7 +285,7 @@ class Engine:
             for sequence in sequences:
                 self.remove(sequence)
 
-    def step(self, only: Iterable[Sequence] | None = None) -> list[Sampled]:
+    def step(self, only: abc.Iterable[Sequence] | None = None) -> list[Sampled]:
         """Run one flat batch and return the tokens it produced; none during chunked prefill.
 
         `only`: of these sequences. A step that raises has changed nothing and can be repeated.
@@ -312,12 +307,12 @@ class Engine:
         given, lane = [], self.lanes[0]
         for part, (logits_NV, hidden_RD) in zip(parts, results, strict=True):
             logits = logits_NV.split([one.outputs for one in part.rows])
-            hidden = hidden_RD.split([len(one.read) for one in part.rows])
+            hidden = hidden_RD.split([len(one.take.read) for one in part.rows])
             for rows, its_NV, its_RD in zip(part.rows, logits, hidden, strict=True):
                 reader, logprobs = rows.sequence.reader, list[Logprob]()
                 if reader is not None:
-                    start = rows.sequence.cache.length + rows.read.start
-                    ops = lane.withheld[part.phase]
+                    start = rows.sequence.cache.length + rows.take.read.start
+                    ops = lane.tables[part.phase, True]
                     logprobs = reader.read(its_RD, start, lane.model, ops)
                 given.append((rows, its_NV, its_RD, logprobs))
         # From here on nothing can fail: the step counts for every sequence, or for none.
@@ -360,15 +355,15 @@ class Engine:
         if sequence.reader is not None and was_prefill:
             sequence.reader.keep(logprobs, hidden_RD, self._model)
         sampled: list[Sampled] = []
-        for logits_V, guess in zip(logits_NV, (*rows.drafts, None), strict=False):
+        for logits_V, guess in zip(logits_NV, (*rows.take.ids[rows.tokens :], None), strict=False):
             sampled.append(self._sample(sequence, logits_V))
             if sampled[-1].token_id != guess or sequence.finish_reason is not None:
                 break
         accepted = max(0, len(sampled) - 1)
         sequence.cache.commit(rows.tokens + accepted)
-        self.counts.draft_tokens += len(rows.drafts)
+        self.counts.draft_tokens += rows.take.drafts
         self.counts.accepted_tokens += accepted
-        if was_prefill and not rows.left:
+        if was_prefill and not rows.take.left:
             for other in followers:
                 other.follows = False
                 other.cache.copy_from(sequence.cache, sequence.prompt_tokens)
@@ -391,7 +386,9 @@ class Engine:
         sequence.append(token_id)
         sequence.cache.losses = max(0.0, sequence.cache.losses - 1 / _REMEMBERED_TOKENS)
         self.counts.generation_tokens += 1
-        return Sampled(sequence, token_id, logits_V, logprob, sequence.finish_reason)
+        return Sampled(
+            sequence.sample, token_id, logprob, sequence.finish_reason, sequence, logits_V
+        )
 
 
 def _reads(request: Request) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tee_side.engine.engine import Engine
 from tee_side.engine.request import FinishReason
@@ -34,11 +34,7 @@ class Totals:
     services: int = 0
 
 
-class _Report(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class Usage(_Report):
+class Usage(BaseModel, frozen=True):
     """Token counts."""
 
     prompt_tokens: int
@@ -46,7 +42,7 @@ class Usage(_Report):
     total_tokens: int
 
 
-class GenerationTiming(_Report):
+class GenerationTiming(BaseModel, frozen=True):
     """`ttft_s`: time to first token. `tpot_s`: mean time per token after it; None with one."""
 
     ttft_s: float
@@ -54,7 +50,7 @@ class GenerationTiming(_Report):
     total_s: float
 
 
-class RpcTotals(_Report):
+class RpcTotals(BaseModel, frozen=True):
     """Round trips of this generation, and bytes of all their frames."""
 
     count: int
@@ -62,7 +58,7 @@ class RpcTotals(_Report):
     bytes_received: int
 
 
-class PadTotals(_Report):
+class PadTotals(BaseModel, frozen=True):
     """How the pads stand: `available` tokens are left, as `tee-runner pads status` counts.
 
     Steps that found too few `waited` until more were made, or were computed `in_tee`.
@@ -84,7 +80,7 @@ class PadTotals(_Report):
         )
 
 
-class GenerationResult(_Report):
+class GenerationResult(BaseModel, frozen=True):
     """What `tee-runner generate --json` prints. `text` is None without a tokenizer."""
 
     prompt_token_ids: list[int]

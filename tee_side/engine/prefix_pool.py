@@ -30,12 +30,10 @@ class _Entry:
 
 
 class PrefixPool:
-    """The caches that are kept, least recently used first. `queries`, `hits`: in tokens."""
+    """The caches that are kept, least recently used first."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
-        self.queries = 0
-        self.hits = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +59,6 @@ class PrefixPool:
 
         At least one token is left: its logits are wanted.
         """
-        self.queries += len(prompt_ids)
         for entry in [entry for entry in self._entries if entry.cache.stale]:
             self._drop(entry)
         best, at = 0, -1
@@ -73,7 +70,6 @@ class PrefixPool:
             return 0
         self._entries.append(self._entries.pop(at))
         cache.copy_from(self._entries[-1].cache, best)
-        self.hits += best
         return best
 
     def make_room(self, needed: int) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from protocol.errors import TsqpError
 
@@ -30,15 +30,13 @@ FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
 
 
-class SamplingSettings(BaseModel):
+class SamplingSettings(BaseModel, frozen=True, extra="forbid", hide_input_in_errors=True):
     """How to sample. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 are off.
 
     `repetition_penalty`: of all tokens so far. `frequency_penalty`, `presence_penalty`: OpenAI's,
     of the generated ones. `logit_bias`: token id to what is added to its score. `seed` None draws
     one from the operating system; a fixed seed repeats the same text on the same torch version.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -127,21 +125,19 @@ class Delivery:
 MIN_TEMPERATURE = 1e-6
 
 
-def settings_of_sample(settings: SamplingSettings, index: int) -> SamplingSettings:
-    """Return the settings of one of several samples: its seed is the request's + its index."""
-    if settings.seed is None:
-        return settings
-    return settings.model_copy(update={"seed": (settings.seed + index) % SEEDS})
-
-
 class Sampler:
     """Draws tokens for one sequence, with a generator of its own.
 
-    `prompt_tokens`: how many of the sequence's tokens are not counted as generated.
+    `prompt_tokens`: how many of the sequence's tokens are not counted as generated. `sample`: its
+    index among several of a request, which is added to the seed.
     """
 
     def __init__(
-        self, settings: SamplingSettings, prompt_tokens: int, matcher: GrammarMatcher | None = None
+        self,
+        settings: SamplingSettings,
+        prompt_tokens: int,
+        matcher: GrammarMatcher | None = None,
+        sample: int = 0,
     ) -> None:
         self._settings = settings
         self._matcher = matcher
@@ -154,7 +150,7 @@ class Sampler:
         self._seen = _Seen(prompt_tokens) if penalized else None
         self._words_V = np.empty(0, dtype=np.uint32)
         self._generator = torch.Generator()
-        seed = settings.seed if settings.seed is not None else secrets.randbits(63)
+        seed = secrets.randbits(63) if settings.seed is None else (settings.seed + sample) % SEEDS
         self._generator.manual_seed(seed)
 
     def sample(self, logits_V: torch.Tensor, previous_ids: Sequence[int]) -> int:

@@ -12,14 +12,13 @@ layer, until the earlier one has written the keys that it looks at.
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from tee_side.engine.request import FinishReason, Logprob, Request, Sampler
+from tee_side.engine.request import FinishReason, NewToken, Request, Sampler
 from tee_side.engine.tokenizer import TextStream
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
@@ -101,50 +100,38 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A token that a step produced, and the logits [V] that it was sampled from.
-
-    `finish_reason`: the sequence's, with its last token.
-    """
+class Sampled(NewToken):
+    """A token that a step produced, and the logits [V] that it was sampled from."""
 
     sequence: Sequence
-    token_id: int
     logits_V: torch.Tensor
-    logprob: Logprob | None = None
-    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one sequence in a step: `tokens` that are pending, and guesses behind them.
 
-    `phase`, `left` (tokens that stay pending behind these), `outputs` (rows whose logits are
-    wanted) and `read` (rows of a prompt that its reader reads) are the sequence's before the step.
+    `phase`, `outputs` (how many rows' logits are wanted) and `take` (what the batch is made of) are
+    the sequence's before the step.
     """
 
     sequence: Sequence
     phase: Phase
     tokens: int
-    drafts: tuple[int, ...]
-    left: int
     outputs: int
-    read: range
+    take: Take
 
     @classmethod
     def of(
         cls, sequence: Sequence, phase: Phase, tokens: int, drafts: tuple[int, ...] = ()
     ) -> Rows:
         """Return rows of a sequence, which is in this phase."""
-        left, reader = sequence.pending - tokens, sequence.reader
+        cache, left, reader = sequence.cache, sequence.pending - tokens, sequence.reader
         outputs = 0 if left or not sequence.max_new_tokens else 1 + len(drafts)
-        read = range(0) if reader is None else reader.rows(sequence.cache.length, tokens)
-        return cls(sequence, phase, tokens, drafts, left, outputs, read)
-
-    def take(self) -> Take:
-        """Return what the batch is made of."""
-        sequence, cache = self.sequence, self.sequence.cache
-        ids = [*sequence.ids[cache.length : cache.length + self.tokens], *self.drafts]
-        return Take(cache, ids, self.left, len(self.drafts), self.read, self.outputs > 0)
+        ids = [*sequence.ids[cache.length : cache.length + tokens], *drafts]
+        read = range(0) if reader is None else reader.rows(cache.length, tokens)
+        take = Take(cache, ids, left, len(drafts), read, outputs > 0)
+        return cls(sequence, phase, tokens, outputs, take)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +147,7 @@ class Part:
     rows: abc.Sequence[Rows] = ()
 
 
-Refuse: TypeAlias = Callable[[Sequence, TsqpError], None]
+Refuse: TypeAlias = abc.Callable[[Sequence, TsqpError], None]
 
 
 def fail_step(_sequence: Sequence, error: TsqpError) -> None:
@@ -197,9 +184,11 @@ class _PadBudget:
         return all(pads.plenty(self._planned[m] + rows) for m, pads in self._found("decode"))
 
     def _found(self, phase: Phase) -> list[tuple[Mask, Pads]]:
-        return [(mask, self._lane.pads[mask].source) for mask in self._lane.tables[phase].masks]
+        return [
+            (mask, self._lane.pads[mask].source) for mask in self._lane.tables[phase, False].masks
+        ]
 
-    def _withhold(self, without: Iterable[Pads]) -> bool:
+    def _withhold(self, without: abc.Iterable[Pads]) -> bool:
         for pads in without:
             if pads not in self._in_tee:
                 self._in_tee.add(pads)
@@ -208,7 +197,7 @@ class _PadBudget:
 
 
 def compose(
-    sequences: Iterable[Sequence],
+    sequences: abc.Iterable[Sequence],
     lane: MicroBatchOperators,
     refuse: Refuse,
     *,
@@ -224,32 +213,28 @@ def compose(
     for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
         sequence, phase = wanted.sequence, wanted.phase
         try:
-            withheld = budget.settle(phase, wanted.tokens + len(wanted.drafts))
+            withheld = budget.settle(phase, len(wanted.take.ids))
             # What is read of a prompt goes through the TEE's own LM head.
-            withheld |= sequence.reader is not None and lane.tables[phase].head_in_segment
+            withheld |= sequence.reader is not None and lane.tables[phase, False].head_in_segment
         except PadsExhaustedError as error:
             refuse(sequence, error)
             continue
-        table = lane.table(phase, withheld=withheld)
-        _, _, rows = groups.setdefault(id(table), (phase, withheld, []))
+        _, _, rows = groups.setdefault(id(lane.tables[phase, withheld]), (phase, withheld, []))
         rows.append(wanted)
     return [
-        Part(Batch.of([one.take() for one in rows]), phase, withheld, rows)
+        Part(Batch.of([one.take for one in rows]), phase, withheld, rows)
         for phase, withheld, rows in groups.values()
     ]
 
 
 def _wanted(
-    sequences: Iterable[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
-) -> Iterable[Rows]:
-    decode: list[Sequence] = []
-    prefill: list[Sequence] = []
+    sequences: abc.Iterable[Sequence], budget: _PadBudget, step_tokens: int, speculative_tokens: int
+) -> abc.Iterable[Rows]:
+    found: dict[Phase, list[Sequence]] = {"decode": [], "prefill": []}
     for sequence in sequences:
-        if sequence.phase == "decode":
-            decode.append(sequence)
-        elif not sequence.follows:
-            prefill.append(sequence)
-    decode = decode[:step_tokens]
+        if not sequence.follows:
+            found[sequence.phase].append(sequence)
+    decode, prefill = found["decode"][:step_tokens], found["prefill"]
     spare = step_tokens - len(decode)
     for sequence in decode:
         most = min(speculative_tokens, spare, sequence.new_tokens_left - 1)
@@ -302,14 +287,14 @@ def run_step(
     for part, batches in zip(parts, cut, strict=True):
         for batch in batches:
             lane = next(free)
-            ops = lane.table(part.phase, withheld=part.withheld)
+            ops = lane.tables[part.phase, part.withheld]
             running.append(run_part(batch, ops, lane))
     try:
         found = iter(run_overlapped(running))
         results = []
         for part, batches in zip(parts, cut, strict=True):
             outputs, read = zip(*(next(found) for _ in batches), strict=True)
-            ops = lanes[0].table(part.phase, withheld=part.withheld)
+            ops = lanes[0].tables[part.phase, part.withheld]
             if ops.head_apart:
                 logits_NV = torch.cat([each for each in outputs if len(each)] or outputs)
             else:

@@ -10,8 +10,9 @@ run was assembled, so that a call costs nothing more than the call. Shape suffix
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -50,7 +51,7 @@ from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites, largest_input
 from tee_side.remote.call import RunParts, turn
-from tee_side.words import LAYERLESS, PRODUCTS, Operator, Phase, Site, layer_of
+from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, Phase, Site, layer_of
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -225,6 +226,11 @@ class Operators(Ops[TeeLayer, Batch]):
     head_in_segment: bool = False
 
 
+# The tables by phase, and by whether pads are withheld: then what is under them stays, to the same
+# bits, and the LM head of a segment.
+Tables: TypeAlias = Mapping[tuple[Phase, bool], Operators]
+
+
 async def attend(
     remotes: Sequence[RemoteAttention | None],
     layer: TeeLayer,
@@ -256,21 +262,15 @@ async def attend(
 class MicroBatchOperators:
     """What one micro-batch of a step runs on.
 
-    `model`: with the observer of this micro-batch. `tables`: of the phases, one and the same where
-    rows of both run alike. `withheld`: the same with all that would draw pads in the TEE, to the
-    same bits. `pads`: what the operators draw from, by mask. `spare`: only for a step with rows of
-    several tables, which run side by side.
+    `model`: with the observer of this micro-batch. `tables`: see `place`. `pads`: what the
+    operators draw from, by mask. `spare`: only for a step with rows of several tables, which run
+    side by side.
     """
 
     model: TeeModel
-    tables: Mapping[Phase, Operators]
-    withheld: Mapping[Phase, Operators]
+    tables: Tables
     pads: Mapping[Mask, PadLane]
     spare: bool = False
-
-    def table(self, phase: Phase, *, withheld: bool) -> Operators:
-        """Return the operators of rows in a phase, which draw pads unless those are withheld."""
-        return (self.withheld if withheld else self.tables)[phase]
 
 
 def place(
@@ -278,30 +278,26 @@ def place(
     layers: int,
     local: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
     remote: Callable[[Operator, int, Phase], Callable[..., Any]],
-    segments: Sequence[Segment] = (),
-    segment: Callable[[Segment], RemoteSegment] | None = None,
-    *,
-    withheld: bool = False,
-) -> Mapping[Phase, Operators]:
-    """Build the tables of prefill and decode, which is one table where phases do not differ.
+    segments: Sequence[tuple[Segment, Callable[[Segment], RemoteSegment]]] = (),
+) -> Tables:
+    """Build the tables of prefill and decode, with pads and without, one for rows that run alike.
 
     `local`: returns how an operator of a layer, or of none, is called where it stays; `remote`:
-    where it leaves; `segment`: how one of `segments` is, each all at one service. The service of
-    layer 0 has the embedding, that of the last layer the LM head. `withheld`: what is under pads
-    stays, and the LM head of a segment.
+    where it leaves; `segments`: each all at one service, and what returns how it is called. The
+    service of layer 0 has the embedding, that of the last layer the LM head.
     """
-    head = any(one.head for one in segments)
-    calls_at: dict[int, RemoteSegment] = {}
-    if segment is not None:
-        for one in segments:
-            calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
-            calls_at[one.first] = segment(one._replace(head=one.head and not withheld))
+    head = any(one.head for one, _ in segments)
+    apart = head or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
 
-    def table(phase: Phase) -> Operators:
+    @cache
+    def table(phase: Phase, withheld: bool) -> Operators:
         drawn: set[Mask] = set()
+        calls_at: dict[int, RemoteSegment] = {}
+        for one, called in segments:
+            calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
+            calls_at[one.first] = called(one._replace(head=one.head and not withheld))
         # Rows for which the TEE computes much, while others' are under way.
-        beside = withheld or (phase == "prefill" and policy.splits_phases)
-        stays = yielding if beside else staying
+        stays = yielding if withheld or (phase == "prefill" and policy.splits_phases) else staying
 
         def call(operator: Operator, layer: int) -> Call:
             alone = operator in LAYERLESS
@@ -318,7 +314,7 @@ def place(
             return stays(local(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
-            places = {policy.at(product, layer, phase).place for product in PRODUCTS}
+            places = {policy.at(name, layer, phase).place for name in PRODUCTS}
             stay = layer in calls_at or places == {"tee"}
             return None if stay else remote("attn_scores", layer, phase)
 
@@ -337,8 +333,10 @@ def place(
             head_in_segment=head and not withheld,
         )
 
-    decode = table("decode")
-    return {"decode": decode, "prefill": table("prefill") if policy.splits_phases else decode}
+    return {
+        (phase, withheld): table(phase if policy.splits_phases else "decode", withheld and apart)
+        for phase, withheld in product(PHASES, (False, True))
+    }
 
 
 async def _done(h_TD: Tensor, _batch: Batch) -> Tensor:
@@ -366,8 +364,7 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any
     # Positions, to the last that its row can look at, which is itself.
     parts = [(one.start, one.start + one.tokens, one.known_length) for one in batch.chunks]
     # A segment that ends with the last layer returns the wanted rows alone.
-    chosen = len(model.layers) - 1 in ops.segments
-    wanted = None if chosen else batch.wanted_rows
+    wanted = None if len(model.layers) - 1 in ops.segments else batch.wanted_rows
     # No coroutine of its own: each resumption would enter one frame more.
     return run_layers(batch.token_ids_T, model.layers, model.rope.of(parts), ops, batch, wanted)
 

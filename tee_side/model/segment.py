@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 
@@ -84,10 +84,6 @@ def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     ]
 
 
-# What a segment is called with: all rows [T, D], whose they are, and which are wanted.
-_Operand: TypeAlias = tuple[torch.Tensor, Batch, list[int]]
-
-
 class SegmentCall:
     """The call for a segment's layers, all at one service.
 
@@ -99,11 +95,11 @@ class SegmentCall:
 
     def __init__(
         self,
-        segment: Segment,
         config: ModelConfig,
         settings: CallSettings,
         sessions: Sessions,
         keyed: KeyedSegment | None,
+        segment: Segment,
     ) -> None:
         self._segment, self._sessions, self._keyed = segment, sessions, keyed
         self._rules = MaskRules(segment.placed.mask)
@@ -167,7 +163,8 @@ class SegmentCall:
                 chunk.cache.written[layer] = chunk.behind + chunk.tokens
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
-    def _hide(self, operand: _Operand) -> Masked:
+    def _hide(self, operand: tuple[torch.Tensor, Batch, list[int]]) -> Masked:
+        """Mask all rows [T, D]; with whose they are, and which are wanted."""
         (h_TD, batch, rows), keyed = operand, self._keyed
         masked = Masked((h_TD,), as_it_is)
         if keyed is not None:

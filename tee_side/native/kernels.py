@@ -123,15 +123,11 @@ def attention(
     return out
 
 
-# The low and the high words of a check's products with a weight, int32 [k, I] each.
-Products = tuple[Tensor, Tensor]
-
-
 def encode(
     x_TI: Tensor,
     step: float | None,
     r_TI: Tensor | None,
-    products: Products | None = None,
+    products: tuple[Tensor, Tensor] | None = None,
     largest: float = 0.0,
 ) -> tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]:
     """Return q = round(x / step), q + r modulo 2^32, the largest norm of a row, scales, and sums.
@@ -140,7 +136,8 @@ def encode(
     element becomes `largest`; these are the scales, float32 [T], None otherwise. `r_TI`: int32
     [T, I], None for no pad, when the second is the first. The norm is that of the rounded numbers;
     NaN or infinite where x is not finite. `products`: what q is multiplied by for the sums, as
-    `expect` does; None for neither.
+    `expect` does: low and high words of a check's products with a weight, int32 [k, I] each; None
+    for neither.
     """
     x_TI = x_TI.contiguous()
     scale_T = None if step is not None else torch.empty(x_TI.shape[0], dtype=torch.float32)

@@ -47,9 +47,9 @@ def test_with_and_without_reuse_answers_are_the_same(
     engine, reused = _engine(tee, prefix_reuse=True), []
     for ids in texts:
         (expected,) = _answers(_engine(tee), _request(ids))
-        before = engine.prefixes.hits
+        before = engine.counts.prefix_hits
         _assert_same(_answers(engine, _request(ids)), [expected])
-        reused.append(engine.prefixes.hits - before)
+        reused.append(engine.counts.prefix_hits - before)
     # The last answer but one began with all of the first prompt; a prompt keeps a token for itself.
     assert reused == [0, 30, 40, 39]
     assert engine.counts.prompt_tokens == sum(map(len, texts)) - sum(reused)
@@ -62,13 +62,13 @@ def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
     ((first, _),) = _answers(engine, _request(SHARED))
     longer = _request([*SHARED, *first, 1, 2, 3])
     found = _answers(engine, longer)
-    hits = engine.prefixes.hits
+    hits = engine.counts.prefix_hits
     assert hits == len(SHARED) + len(first) - 1
     _assert_same(found, _answers(_engine(tee), longer))
     # What is read of a prompt is not left out.
     (sequence,) = engine.admit(_request(SHARED, prompt_logprobs=0))
     finish(engine)
-    assert (sequence.reused_tokens, engine.prefixes.hits) == (0, hits)
+    assert (sequence.reused_tokens, engine.counts.prefix_hits) == (0, hits)
     assert sequence.reader is not None
     assert len(sequence.reader.result().logprobs) == len(SHARED) - 1
 
@@ -81,7 +81,7 @@ def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
         ids = token_ids(40, seed)
         _assert_same(_answers(engine, _request(ids)), _answers(_engine(tee), _request(ids)))
         assert engine.kv_bytes <= 2 * one
-    assert engine.prefixes.nbytes == 2 * one
+    assert engine.kv_bytes == 2 * one
     _answers(engine, _request(SHARED, samples=2))
 
 

@@ -167,7 +167,7 @@ def test_guesses_reused_prefixes_and_samples(saved_model: Models, before: tuple[
     engine, found = run("clear-segment", [service])
     alone, expected = run("tee-only", None)
     assert found == expected
-    assert engine.prefixes.hits == alone.prefixes.hits
+    assert engine.counts.prefix_hits == alone.counts.prefix_hits
     parents = [parts_of(request)[:, 5:] for request in service.requests]
     assert torch.cat(parents).any(), "nothing began with another session's tokens"
 

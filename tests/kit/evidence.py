@@ -18,7 +18,7 @@ from tee_side.attest.attesters import find_attester
 from tee_side.attest.guests import Product, SigningKey, Tcb
 from tee_side.attest.statement import About, Statement
 from tee_side.serve.identity import Identity
-from tsqp.run.attestation import tls_files
+from tsqp.run.server import tls_files
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 PRODUCTS: tuple[Product, ...] = ("milan", "genoa", "turin")

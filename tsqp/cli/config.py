@@ -39,7 +39,6 @@ from tsqp.run.settings import (
     DEMO,
     DIRECTORY,
     Settings,
-    Source,
     TextSettings,
     option_of,
     plain_type,
@@ -372,9 +371,12 @@ def takes(
                 for name in own
                 if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP
             }
-            source = Source(tuple(context.meta.get(FILES, ())), frozenset(of_file))
             # A command that has no MODEL asks for nothing that is read from it.
-            settings = model(**({"model": ""} | own), source=source)
+            settings = model(
+                **({"model": ""} | own),
+                read_files=tuple(context.meta.get(FILES, ())),
+                of_files=frozenset(of_file),
+            )
             return function(settings=settings, **given)
 
         return _declared(called, chosen, changed)

@@ -31,9 +31,9 @@ from tsqp.cli.config import (
     takes,
     use,
 )
+from tsqp.run.load import BANK, load_manifest, read_client_keys, read_http_access
 from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
-from tsqp.run.trust import BANK, load_manifest, read_client_keys, read_http_access
 
 _OF_A_RUN = (
     *("gpu", "policy", "calibration", *BANK),

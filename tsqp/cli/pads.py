@@ -13,9 +13,7 @@ import click
 
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option, takes, use
-from tsqp.run.process import bytes_for_people
-from tsqp.run.settings import RunSettings, model_directory
-from tsqp.run.trust import (
+from tsqp.run.load import (
     BANK,
     BATCH_TOKENS,
     bank_place,
@@ -25,6 +23,8 @@ from tsqp.run.trust import (
     padded,
     product_operations,
 )
+from tsqp.run.process import bytes_for_people
+from tsqp.run.settings import RunSettings, model_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import ssl
 import time
 from base64 import b64decode
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding
 from zmq.utils import z85
 
 from protocol.endpoint import one_for_each
@@ -33,10 +31,9 @@ from tee_side.serve.identity import Identity, state
 from tee_side.serve.sealed import HpkeKey
 from tsqp.extras import require
 from tsqp.keyserver import key_of_server
-from tsqp.run.load import policy_digest
+from tsqp.run.load import policy_digest, read_client_keys
 from tsqp.run.process import tell
 from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
-from tsqp.run.trust import read_client_keys
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest
@@ -159,26 +156,6 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
         version=version("tsqp"),
         attested_services=policy.service.attested,
     )
-
-
-@contextmanager
-def tls_files(identity: Identity) -> Iterator[tuple[str, str]]:
-    """Give names for the certificate and key of an identity, which never are on a disk.
-
-    What takes names alone, as OpenSSL does, can open them in the block.
-    """
-    certificate = ssl.DER_cert_to_PEM_cert(identity.certificate).encode()
-    key = identity.tls_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptors: list[int] = []
-    try:
-        for content in (certificate, key):
-            descriptors.append(os.memfd_create("tls", os.MFD_CLOEXEC))
-            os.write(descriptors[-1], content)
-        names = [f"/proc/self/fd/{descriptor}" for descriptor in descriptors]
-        yield names[0], names[1]
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def settings_digest(settings: Settings, **resolved: object) -> bytes:

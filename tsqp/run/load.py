@@ -1,44 +1,56 @@
-"""From settings to a runner: reads what they name, and connects to the services."""
+"""From settings to a runner: reads what they name, and connects to the services.
+
+They name a seal, a manifest, a policy, keys, evidence, and pads with their bank.
+"""
 
 from __future__ import annotations
 
 import gc
 import hashlib
 import json
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from protocol.errors import SettingsError
+from protocol.errors import PolicyError, SettingsError, describe
 from tsqp.run.process import configure, tell
-from tsqp.run.settings import MIB, RunSettings, TextSettings, model_directory
-from tsqp.run.trust import (
-    bank_place,
-    exposed_services,
-    load_manifest,
-    load_run_policy,
-    open_seal,
-    read_client_keys,
-    read_http_access,
-    service_appraisal,
+from tsqp.run.settings import (
+    MIB,
+    RunSettings,
+    TextSettings,
+    model_directory,
+    option_of,
+    said_of,
+    settings_of,
 )
 
 if TYPE_CHECKING:
     from protocol.channel import ChannelWrapper
+    from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.at_rest import Manifest
+    from protocol.model.config import ModelConfig
     from tee_side.engine.engine import EngineSettings
     from tee_side.engine.request import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer
+    from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
+    from tee_side.protect.masks.mask import AdditiveMask
+    from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.protect.sites import PadLayout
     from tee_side.runner import Runner
     from tsqp.operator_table import OperatorTable
     from tsqp.page.feed import Feed
 
-
-# Gives the key of a seal, for a program with this manifest and policy.
-Release: TypeAlias = "Callable[[Manifest | None, Policy], bytes]"
+_APPRAISAL = "--service-appraisal"
+# The settings that say where a bank is.
+BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
+# Tokens in one product: each weight is read from the directory and quantised once for so many. At
+# 512 that would take a quarter of the whole (1b shape, 2 cores).
+BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,12 @@ class Loaded:
     tokenizer: Tokenizer | None
 
 
-def load(settings: RunSettings, *, text_needed: bool, release: Release | None = None) -> Loaded:
+def load(
+    settings: RunSettings,
+    *,
+    text_needed: bool,
+    release: Callable[[Manifest | None, Policy], bytes] | None = None,
+) -> Loaded:
     """Open the seal and read manifest, policy and, if the model has one, tokenizer.
 
     `release`: asks a key server for the key of the seal. It tells that server manifest and policy,
@@ -231,3 +248,267 @@ def sampling_of(settings: TextSettings) -> SamplingSettings:
         repetition_penalty=settings.repetition_penalty,
         seed=seed,
     )
+
+
+def open_seal(
+    directory: Path, settings: RunSettings, release: Callable[[], bytes] | None = None
+) -> None:
+    """Have MODEL read through its seal from now on, where a key is given.
+
+    Warns on stderr where the digest of the seal is not given. `release`: asks the key server, where
+    one is named. Raises SettingsError, KeyFileError, SealError, and as `release`.
+    """
+    from protocol.model.files import use_seal
+
+    _check_pins(settings)
+    digest = settings.seal_digest
+    use_seal(directory, None)
+    given = (settings.seal_key, settings.seal_key_fd, settings.seal_key_command)
+    if release is None and all(one is None for one in (*given, digest)):
+        return
+    from protocol.model.at_rest import SealedModel
+    from tsqp.key_files import provided_key
+
+    seal = SealedModel(directory, provided_key(*given, release), digest)
+    use_seal(directory, seal.files)
+    if digest is None:
+        tell(
+            f"{directory} is taken without --seal-digest {seal.digest}: an older seal, or another"
+            " model's for the same key, would be taken as well"
+        )
+
+
+def load_manifest(directory: Path, settings: RunSettings) -> Manifest | None:
+    """Read what `--manifest` and `--manifest-digest` say; None without them.
+
+    Checks the settings files that were read against it. Warns on stderr of a manifest inside MODEL
+    whose digest is not given. Raises SettingsError, ManifestError.
+    """
+    _check_pins(settings)
+    path, digest = settings.manifest, settings.manifest_digest
+    if path is None:
+        SettingsError.unless(
+            digest is None, "--manifest-digest", "no --manifest", "the file that it is of"
+        )
+        return None
+    from protocol.model.at_rest import Manifest
+
+    found = Manifest.load(path, digest)
+    for settings_file, content in settings.read_files:
+        found.check_also("--config", settings_file, content)
+    if digest is None and path.resolve().parent == directory.resolve():
+        tell(
+            f"{path} lies in the model's directory, and is taken without --manifest-digest: it"
+            " shows damage, but nothing that was changed on purpose"
+        )
+    return found
+
+
+def _check_pins(settings: RunSettings) -> None:
+    """Refuse what is no digest, and a settings file that says which model.
+
+    A manifest, maybe sealed, pins that file.
+    """
+    for name, (known, _) in settings_of(type(settings)).items():
+        SettingsError.unless(
+            not (said_of(known).pins and name in settings.of_files),
+            option_of(name),
+            "a value in a settings file, which a manifest has to pin",
+            "it on the command line or in the environment",
+        )
+    for option, digest in (
+        ("--seal-digest", settings.seal_digest),
+        ("--manifest-digest", settings.manifest_digest),
+    ):
+        SettingsError.unless(
+            digest is None or re.fullmatch("[0-9a-fA-F]{64}", digest),
+            option,
+            describe(digest),
+            "64 hexadecimal digits",
+        )
+
+
+def check_of(manifest: Manifest | None, option: str) -> FileCheck:
+    """Return what checks a file that `option` led to; without a manifest any file is accepted."""
+    from tee_side.plugins import accept_any
+
+    return accept_any if manifest is None else partial(manifest.check_also, option)
+
+
+def load_pinned_policy(name: str, manifest: Manifest | None) -> Policy:
+    """Load a policy and its masks; with a manifest only from files that it pins.
+
+    Raises PolicyError, PluginError, ManifestError.
+    """
+    from tee_side.policy.placement import load_policy
+
+    if manifest is None:
+        return load_policy(name)
+    from tee_side.plugins import checking_files
+
+    with checking_files(check_of(manifest, "--policy")):
+        return load_policy(name)
+
+
+def exposed_services(endpoints: Sequence[str]) -> str:
+    """Return, in one line, the services that without keys a network reaches unencrypted.
+
+    `endpoints`: as `ServiceSpec.parse` reads them.
+    """
+    from protocol.endpoint import is_exposed
+    from tee_side.remote.services.plan import ServiceSpec
+
+    return ", ".join(filter(is_exposed, (ServiceSpec.parse(text).endpoint for text in endpoints)))
+
+
+def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[ClientKeys, ...]:
+    """Read what --identity and --service-key name; with a manifest only key files that it pins.
+
+    Raises KeyFileError, ManifestError and SettingsError.
+    """
+    identity, services = settings.identity, settings.service_key
+    if identity is None and not services:
+        return ()
+    from protocol.curve import ClientKeys, public_key, read_secret_key
+
+    if identity is None or not services:
+        options = ("--identity", "--service-key")
+        given, missing = options if identity else reversed(options)
+        raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
+    secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
+    return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
+
+
+def load_run_policy(settings: RunSettings, manifest: Manifest | None) -> Policy:
+    """Load the policy of a run.
+
+    Where services are appraised in development, a policy with attested services asks for simulated
+    evidence in place of its own, and says so wherever it says what it gives away. Raises as
+    `load_pinned_policy`, and SettingsError.
+    """
+    policy = load_pinned_policy(settings.policy, manifest)
+    path = settings.service_appraisal
+    if path is None or policy.service.attested == "none":
+        return policy
+    from tee_side.attest.appraisal import AppraisalPolicy
+    from tee_side.policy.placement import ServiceTerms
+
+    if AppraisalPolicy.load(path, check_of(manifest, _APPRAISAL)).mode != "development":
+        return policy
+    return policy.model_copy(update={"service": ServiceTerms(attested="simulated")})
+
+
+def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[str, HttpAccess]:
+    """Read what --http-token and --http-ca name, by URL; with a manifest a pinned CA.
+
+    Tokens go with URLs as keys with other endpoints, but one for all is for one host and port
+    alone. Raises KeyFileError, ManifestError, and SettingsError, also where no service has a URL.
+    """
+    tokens, ca = settings.http_token, settings.http_ca
+    if not tokens and ca is None:
+        return {}
+    urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
+    if not urls:
+        raise SettingsError(
+            "--http-token" if tokens else "--http-ca",
+            got=", ".join(settings.gpu),
+            expected="a service with a URL",
+        )
+    from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
+    from protocol.endpoint import one_for_each
+
+    # Scheme, host and port.
+    hosts = ["".join(url.lower().split("/")[:3]) for url in urls]
+    paired = zip(urls, one_for_each(tokens, hosts, "--http-token"), strict=True)
+    SettingsError.unless(
+        len(tokens) != 1 or len(set(hosts)) == 1,
+        "--http-token",
+        "one for several hosts",
+        "one for each URL in order: a service that has ours can use it at the others",
+    )
+    pem = None
+    if ca is not None:
+        pem, status = read_text(ca, 2**22, check_of(manifest, "--http-ca"))
+        require_only_we_write(ca, status)
+    return {
+        url: HttpAccess(None if token is None else read_token(token), pem) for url, token in paired
+    }
+
+
+def service_appraisal(
+    settings: RunSettings, policy: Policy, manifest: Manifest | None
+) -> Callable[[str, ClientKeys | None, bytes, bytes], None] | None:
+    """Return what appraises the services of a policy, None for one that asks for no evidence.
+
+    With a manifest, only by a file that it pins. Raises SettingsError, ManifestError.
+    """
+    attested, path, option = policy.service.attested, settings.service_appraisal, _APPRAISAL
+    if attested == "none":
+        SettingsError.unless(
+            path is None,
+            option,
+            str(path),
+            f"nothing: policy {policy.name} has no attested services",
+        )
+        return None
+    from tee_side.attest.appraisal import AppraisalPolicy, appraise_service
+
+    if path is not None:
+        appraisal = AppraisalPolicy.load(path, check_of(manifest, option))
+        SettingsError.unless(
+            appraisal.mode != "gpu-confidential",
+            f"{path}: mode",
+            appraisal.mode,
+            "production, with a table [nvidia]: a service has no services of its own",
+        )
+    elif attested == "simulated":
+        appraisal = AppraisalPolicy.development()
+    else:
+        raise SettingsError(
+            option,
+            got="none",
+            expected=f"a file that says what services must be: policy {policy.name} asks for"
+            " evidence",
+        )
+    return partial(appraise_service, attested, appraisal)
+
+
+def bank_place(settings: RunSettings) -> BankPlace | None:
+    """Return where the bank is, None where none is named. Raises SettingsError."""
+    if settings.bank is None:
+        for name in BANK:
+            value = getattr(settings, name)
+            SettingsError.unless(not value, option_of(name), str(value), "nothing without --bank")
+        return None
+    from tee_side.protect.pads.bank_files import BankPlace
+
+    return BankPlace.at(
+        settings.bank,
+        settings.bank_key,
+        settings.bank_index,
+        settings.bank_witness,
+        beside_bank=settings.bank_key_beside_bank,
+    )
+
+
+def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
+    """Return the mask that a bank is for, and its sites. Raises PolicyError."""
+    from tee_side.protect.masks.mask import AdditiveMask
+    from tee_side.protect.sites import PadLayout
+
+    found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
+    names = " and ".join(mask.described() for mask in found)
+    PolicyError.unless(
+        len(found) == 1,
+        f"policy {policy.name}",
+        f"masks {names}" if found else "no operator under pads",
+        "one mask that needs pads, as in shielded",
+    )
+    return found[0], PadLayout.of(config, policy.sites_under(config.num_hidden_layers, found[0]))
+
+
+def product_operations(layout: PadLayout) -> int:
+    """Return the int8 multiplications and additions behind the pads of one token."""
+    from protocol.integer import DIGITS
+
+    return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)

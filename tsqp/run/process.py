@@ -112,10 +112,6 @@ def bytes_for_people(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
-class _EndedBySignal(SystemExit):
-    """Raised by the signal handlers, so that every `finally` runs; exit status 128 + number."""
-
-
 def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoReturn:
     """Run a program and exit: 0, 1 for a negative verdict, 2 with one line for a TsqpError.
 
@@ -152,22 +148,21 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
     except (click.Abort, KeyboardInterrupt):
         complain(f"{name}: interrupted")
         status = EXIT_INTERRUPTED
-    except _EndedBySignal as ended:
-        if ended.code == EXIT_INTERRUPTED:
+    except (SystemExit, GeneratorExit) as ended:
+        if ended.args == (EXIT_INTERRUPTED,):
             complain(f"{name}: interrupted")
         raise
-    except BrokenPipeError:
-        # The reader has gone (`| head`): nothing is left to say.
-        _discard_stdout()
-        status = EXIT_FAILURE
     except OSError as error:
-        where = error.filename or "input or output"
-        reason = error.strerror or type(error).__name__
-        complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
-        _discard_stdout()
+        # Where the reader has gone (`| head`), nothing is left to say.
+        if not isinstance(error, BrokenPipeError):
+            where = error.filename or "input or output"
+            reason = error.strerror or type(error).__name__
+            complain(f"{name}: error: {where}: got the error {reason!r}, expected none")
+        # What is still buffered goes nowhere, so that Python has nothing to report at shutdown. A
+        # stdout that is no file (in tests) has no descriptor, and no shutdown either.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = EXIT_FAILURE
-    except (SystemExit, GeneratorExit):
-        raise
     except BaseException as error:
         # Not of Exception alone: a panic of a library in Rust derives from BaseException.
         if os.environ.get("TSQP_DEBUG") == "1":
@@ -189,8 +184,9 @@ def run(command: click.Command, name: str, *, has_secrets: bool = False) -> NoRe
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Make signals that would end the process raise `_EndedBySignal` in the main thread.
+    """Make signals that would end the process raise SystemExit in the main thread.
 
+    So every `finally` runs; the exit status is 128 + number.
     SIGINT too: click prints an empty line when it sees a KeyboardInterrupt. A signal that is
     ignored stays so (`nohup`, and background jobs of a script).
     """
@@ -207,11 +203,4 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _raise_ended(number: int, _frame: FrameType | None) -> NoReturn:
-    raise _EndedBySignal(128 + number)
-
-
-def _discard_stdout() -> None:
-    """Send what is still buffered nowhere, so that Python has nothing to report at shutdown."""
-    # A stdout that is no file (in tests) has no descriptor, and no shutdown either.
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(128 + number)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import uvicorn
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,7 +46,6 @@ from tee_side.serve.schema import ApiError, loading
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.model_at_rest import MAX_FILE_BYTES
-from tsqp.run.attestation import tls_files
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.settings import ServeSettings
@@ -149,9 +149,34 @@ def opened_parts(settings: ServeSettings, identity: Identity | None) -> Iterator
             "--audit-log with one of --audit-key and --audit-key-fd, or none of them",
         )
         audit = None if path is None else opened.enter_context(AuditLog(path, given[0]()))
-        listening = opened.enter_context(_listening(settings.host, settings.port))
+        host, port = settings.host, settings.port
+        listening = opened.enter_context(
+            socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        )
+        with EndpointError.for_os(f"{host}:{port}", "a free address"):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(_BACKLOG)
         starting = opened.enter_context(closing(Starting(listening, tls)))
         yield Parts(listening, tls, keys, audit, identity, starting)
+
+
+@contextmanager
+def tls_files(identity: Identity) -> Iterator[tuple[str, str]]:
+    """Give names for the certificate and key of an identity, which never are on a disk.
+
+    What takes names alone, as OpenSSL does, can open them in the block.
+    """
+    certificate = ssl.DER_cert_to_PEM_cert(identity.certificate).encode()
+    key = identity.tls_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    with ExitStack() as opened:
+        names = []
+        for content in (certificate, key):
+            descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            os.write(descriptor, content)
+            names.append(f"/proc/self/fd/{descriptor}")
+        yield names[0], names[1]
 
 
 def serve_forever(
@@ -290,8 +315,9 @@ def _app(
 
     app.router.routes.append(Guarded("/metrics", scrape, methods=["GET"], include_in_schema=False))
     if identity is not None:
-        answer = Attestation(identity).answer
-        app.add_api_route("/v1/attestation", answer, methods=["GET"], response_model=None)
+        app.add_api_route(
+            "/v1/attestation", Attestation(identity).answer, methods=["GET"], response_model=None
+        )
     if feed is not None:
         from tsqp.page.feed import PageRequests, page_routes
 
@@ -332,17 +358,3 @@ async def _every(seconds: float, work: Callable[[], object]) -> None:
     while True:
         await asyncio.sleep(seconds)
         await asyncio.to_thread(work)
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(_BACKLOG)
-    except OSError as error:
-        made.close()
-        raise EndpointError(
-            f"{host}:{port}", error.strerror or type(error).__name__, "a free address"
-        ) from None
-    return made

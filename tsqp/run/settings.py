@@ -81,22 +81,18 @@ def again(of: type[Settings], name: str, **changed: Any) -> Any:
     return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where values came from: settings files with their content, and which names they set."""
-
-    files: tuple[tuple[Path, bytes], ...] = ()
-    names: frozenset[str] = frozenset()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of one command. `source`: says what settings files had."""
+    """The settings of one command.
+
+    `read_files`: settings files with their content; `of_files`: the names that they set.
+    """
 
     # Of pydantic, which checks what `tsqp.LLM` is given: no setting may be nan or infinite.
     __pydantic_config__ = {"allow_inf_nan": False}  # noqa: RUF012 - no field
 
-    source: Source = field(default=Source(), compare=False, repr=False)
+    read_files: tuple[tuple[Path, bytes], ...] = field(default=(), compare=False, repr=False)
+    of_files: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
 def said_of(one: Field[Any]) -> Setting:

@@ -114,7 +114,7 @@ def test_each_micro_batch_tells_of_every_operator_with_its_layer_and_stages(
     logits = observed.logits(token_ids(13))
     assert torch.equal(logits, alone.logits(token_ids(13)))
     assert len(notes.parts) == micro_batches
-    apart = observed.lanes[0].tables["prefill"].head_apart
+    apart = observed.lanes[0].tables["prefill", False].head_apart
     for index, part in enumerate(notes.parts):
         expected = _expected(policy, logits=apart or index == 0)
         assert part.calls == expected.calls

@@ -51,8 +51,9 @@ from tsqp.key_files import new_key_pair, public_key_of
 from tsqp.keyserver import KeyRelease
 from tsqp.model_at_rest import make_manifest
 from tsqp.run import attestation
-from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest, tls_files
+from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest
 from tsqp.run.load import Loaded, policy_digest
+from tsqp.run.server import tls_files
 from tsqp.run.settings import ServeSettings, model_directory
 
 USUAL = ServeSettings(model="demo", attest="simulated")

@@ -8,8 +8,8 @@ from protocol.curve import HttpAccess
 from protocol.errors import SettingsError
 from tests.kit.rows import each_row
 from tsqp.llm import settings_from
+from tsqp.run.load import read_http_access
 from tsqp.run.settings import RunSettings
-from tsqp.run.trust import read_http_access
 
 
 def told(**given: object) -> RunSettings:

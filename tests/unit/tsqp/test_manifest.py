@@ -17,8 +17,8 @@ from tee_side.words import OPERATORS
 from tsqp.cli.main import command as tsqp
 from tsqp.cli.tee_runner import command as tee_runner
 from tsqp.key_files import new_key_pair
+from tsqp.run.load import load_pinned_policy, read_client_keys
 from tsqp.run.settings import RunSettings, model_directory
-from tsqp.run.trust import load_pinned_policy, read_client_keys
 
 GENERATE = ("--policy", "tee-only", "--prompt", "Once", "--max-new-tokens", "2", "--json")
 

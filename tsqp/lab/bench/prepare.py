@@ -46,7 +46,7 @@ from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
 from tsqp.processes import start_service
-from tsqp.run.trust import BATCH_TOKENS as PAD_BATCH
+from tsqp.run.load import BATCH_TOKENS as PAD_BATCH
 
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.

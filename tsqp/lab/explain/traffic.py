@@ -298,7 +298,7 @@ class StepTraffic:
         cache = KVCache(config, context, self._dtype, range(config.num_hidden_layers))
         cache.length = context - rows
         segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
-        call = SegmentCall(segment, config, settings, Sessions(), None)
+        call = SegmentCall(config, settings, Sessions(), None, segment)
         take = Take(cache, [0] * rows, 0, logits=bool(outputs))
         self._log.clear()
         run(_awaited(call(self._zeros(rows, config.hidden_size), Batch.of([take]))))

@@ -47,8 +47,8 @@ from tsqp.lab.plan.costs import (
 )
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
+from tsqp.run.load import product_operations
 from tsqp.run.process import bytes_for_people
-from tsqp.run.trust import product_operations
 from tsqp.tables import definitions, table
 
 # What a service has to beat; planned for beside whatever is asked.

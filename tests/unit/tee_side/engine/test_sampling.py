@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tee_side.engine.reading import MAX_TOP, logprobs_of
-from tee_side.engine.request import Sampler, SamplingSettings, penalize, settings_of_sample, warp
+from tee_side.engine.request import Sampler, SamplingSettings, penalize, warp
 from tests.kit.rows import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=40).map(torch.tensor)
@@ -98,10 +98,9 @@ def test_a_seed_repeats_the_same_tokens_and_none_draws_its_own() -> None:
     assert _draw(seeded) != _draw(SamplingSettings(temperature=1, seed=8))
     assert _draw(unseeded) != _draw(unseeded)
     # Samples of one request have seeds that follow its own.
-    assert settings_of_sample(seeded, 0) == seeded
-    assert settings_of_sample(seeded, 2) == SamplingSettings(temperature=1, seed=9)
-    assert settings_of_sample(SamplingSettings(seed=2**63 - 1), 1).seed == 0
-    assert settings_of_sample(unseeded, 1) == unseeded
+    for seed, sample, expected in ((7, 0, 7), (7, 2, 9), (2**63 - 1, 1, 0)):
+        sampler = Sampler(SamplingSettings(seed=seed), 0, sample=sample)
+        assert sampler._generator.initial_seed() == expected
     # The global generator is left alone.
     assert torch.equal(torch.get_rng_state(), state)
 

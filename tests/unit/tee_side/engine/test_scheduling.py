@@ -35,7 +35,7 @@ def _served(queue: WaitingQueue[str], turns: int, **tokens: int) -> list[str]:
     found = []
     while len(found) < turns and (request := queue.first()):
         queue.remove(request[0], request)
-        queue.serve(request[0], tokens.get(request[0], 10))
+        queue.served[request[0]] += tokens.get(request[0], 10)
         found.append(request)
     return found
 
@@ -113,8 +113,8 @@ class Bench:
         found = []
         for part in self.compose(fail_step, step_tokens, guesses):
             rows = part.rows
-            assert len(part.batch.token_ids_T) == sum(r.tokens + len(r.drafts) for r in rows)
-            counts = {self.sequences.index(r.sequence): (r.tokens, len(r.drafts)) for r in rows}
+            assert len(part.batch.token_ids_T) == sum(len(r.take.ids) for r in rows)
+            counts = {self.sequences.index(r.sequence): (r.tokens, r.take.drafts) for r in rows}
             found.append((part.phase, part.withheld, counts))
         return found
 
@@ -255,10 +255,10 @@ def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
     one, two, three, four, *_ = tee.lanes
     assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
     assert sorted(seen, key=lambda one: one[0]) == [
-        (1, four.withheld["decode"]),
-        (2, one.tables["decode"]),
-        (5, two.tables["prefill"]),
-        (5, three.tables["prefill"]),
+        (1, four.tables["decode", True]),
+        (2, one.tables["decode", False]),
+        (5, two.tables["prefill", False]),
+        (5, three.tables["prefill", False]),
     ]
     # Side by side they give what each gives alone.
     for part, found in zip(_mixed(tee), together, strict=True):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from protocol.model.config import read_config
 from tee_side.model import local_ops
 from tee_side.model.operators import (
     LocalOperators,
-    Operators,
+    Tables,
     load_local_operators,
     logits,
     place,
@@ -28,7 +28,7 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import Calibration
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.call import RunParts, run
-from tee_side.words import PHASES, Phase
+from tee_side.words import PHASES
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
@@ -120,20 +120,19 @@ def test_logits_that_are_not_finite_are_refused(value: float) -> None:
             run(logits(logits_NV, None, ops))  # type: ignore[arg-type]
 
 
-def _placed(operators: dict[str, Any], *, withheld: bool = False) -> Mapping[Phase, Operators]:
+def _placed(operators: dict[str, Any]) -> Tables:
     call: Any = lambda *_: lambda x: x  # noqa: E731
-    return place(policy_of(operators, arithmetic="int8"), 4, call, call, withheld=withheld)
+    return place(policy_of(operators, arithmetic="int8"), 4, call, call)
 
 
 def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> None:
     leaves, stays = (
-        _placed({"lm_head": PAD, "o_proj": PAD}, withheld=withheld)["decode"]
-        for withheld in (False, True)
+        _placed({"lm_head": PAD, "o_proj": PAD})["decode", withheld] for withheld in (False, True)
     )
     assert [[mask.name for mask in table.masks] for table in (leaves, stays)] == [["pad"], []]
     assert (leaves.head_apart, stays.head_apart) == (True, False)
     phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
-    assert [bool(phases[phase].masks) for phase in PHASES] == [False, True]
+    assert [bool(phases[phase, False].masks) for phase in PHASES] == [False, True]
 
 
 # How far sums in another order may be apart, and one rounding more, relative to the largest value.

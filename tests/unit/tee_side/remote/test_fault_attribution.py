@@ -96,7 +96,7 @@ def _call(
     tee = model.tee(policy, channels=list(channels))
     (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s or math.inf)
     size = 96 if operator == "o_proj" else 48
-    found = getattr(lane.tables["decode"], operator)
+    found = getattr(lane.tables["decode", False], operator)
     return run((found if operator == "lm_head" else found[1])(torch.ones(3, size)))
 
 
