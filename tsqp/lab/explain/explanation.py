@@ -36,7 +36,7 @@ from tee_side.words import (
 from tsqp.lab.bench.job import pad_layouts, pad_phases
 from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
-from tsqp.lab.research.feature_masks import RotationMask
+from tsqp.lab.research.feature_masks import noise_of
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 
@@ -261,10 +261,8 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
     For that of segments as far as a configuration tells: it has no lengths of embedding rows.
     """
-    if not isinstance(mask, RotationMask) or mask.sigma == 0:
-        return None
-    says = mask.statement(mask.longest_row(config, lambda: 1.0))
-    if mask.kind == "segment":
+    says = noise_of(mask, config, lambda: 1.0)
+    if says and mask.kind == "segment":
         says += (
             "; all this for embedding rows at most 1 long, for rows up to L divide sigma by L"
             " (tsqp provision states it for the model)"

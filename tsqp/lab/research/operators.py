@@ -6,7 +6,7 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 """
 
 from collections.abc import Awaitable, Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Literal, cast
 
 import torch
@@ -26,7 +26,7 @@ from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
-from tee_side.words import Operator, Phase, Site
+from tee_side.words import PRODUCTS, Operator, Phase, Site
 from tsqp.lab.research.float_check import (
     EmbeddingCheck,
     FloatSecrets,
@@ -50,11 +50,12 @@ class RemoteEmbedding:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
+
+    @cached_property
+    def _check(self) -> EmbeddingCheck:
         # By the table itself: a lookup has nothing to be checked with that is smaller.
-        if _verified(parts, "embedding"):
-            shape = light_tensors(parts.config)[EMBEDDING]
-            table_VD = load_tensor(parts.checkpoint, EMBEDDING, shape, dtype=parts.dtype)
-            self._check = EmbeddingCheck(table_VD)
+        parts, shape = self._parts, light_tensors(self._parts.config)[EMBEDDING]
+        return EmbeddingCheck(load_tensor(parts.checkpoint, EMBEDDING, shape, dtype=parts.dtype))
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -72,9 +73,12 @@ class RemoteLMHead:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        if _verified(parts, "lm_head"):
-            weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
-            self._secrets = FloatSecrets.draw([_HEAD], weights, Randomness())
+
+    @cached_property
+    def _secrets(self) -> FloatSecrets:
+        parts = self._parts
+        weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
+        return FloatSecrets.draw([_HEAD], weights, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -101,8 +105,9 @@ class RemoteAttention:
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> Callable[..., Awaitable[Tensor]]:
         """See `tee_side.model.operators.RemoteAttention`."""
-        scores = self._product("attn_scores", layer, phase, settings, randomness)
-        values = self._product("attn_values", layer, phase, settings, randomness)
+        scores, values = (
+            self._product(operator, layer, phase, settings, randomness) for operator in PRODUCTS
+        )
         H, K, C = self._parts.config.heads
         G = H // K
 
@@ -311,7 +316,3 @@ def _row_mask(mask: Mask | None) -> RowMask | None:
     if mask is None or isinstance(mask, RowMask):
         return mask
     raise PolicyError(f"mask {mask.name}", got=type(mask).__name__, expected="a RowMask")
-
-
-def _verified(parts: RunParts, operator: Operator) -> bool:
-    return any(placement.verify != "none" for placement in parts.policy.operators[operator])

@@ -44,7 +44,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.protect.masks.mask import FeatureMask, KeyedSegment, Mask, ProvisionedMask
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
-from tsqp.lab.research.feature_masks import RotationMask
+from tsqp.lab.research.feature_masks import noise_of
 
 CONFIG_FILE = "config.json"
 
@@ -264,12 +264,9 @@ class _Conversion:
 
     def noise(self) -> str | None:
         """Say what the noise of the mask guarantees for this model; None without noise."""
-        mask: Mask = self.mask
-        if not isinstance(mask, RotationMask) or mask.sigma == 0:
-            return None
         rows = self.checkpoint.blocks(EMBEDDING, self._shapes[EMBEDDING])
         lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
-        return mask.statement(mask.longest_row(self.config, lambda: max(lengths)))
+        return noise_of(self.mask, self.config, lambda: max(lengths))
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
