@@ -248,14 +248,13 @@ def _values(schema: dict[str, Any]) -> str:
 
 def needs_of(mask: type[Mask]) -> list[str]:
     """Say what a mask needs beside a service."""
-    needs = ['`arithmetic = "int8"` in the policy'] if mask.arithmetic == "int8" else []
-    needs += (
-        ["a key and weights from `tsqp provision`"] if issubclass(mask, ProvisionedMask) else []
-    )
-    needs += [f"{mask.services} services"] if mask.services > 1 else []
-    if mask.kind == "additive" and mask.services == 1:
-        needs += ["factors made in advance"]
-    return needs
+    needs = {
+        '`arithmetic = "int8"` in the policy': mask.arithmetic == "int8",
+        "a key and weights from `tsqp provision`": issubclass(mask, ProvisionedMask),
+        f"{mask.services} services": mask.services > 1,
+        "factors made in advance": mask.kind == "additive" and mask.services == 1,
+    }
+    return [need for need, is_needed in needs.items() if is_needed]
 
 
 def _number(value: object) -> str:

@@ -157,6 +157,29 @@ def explain(
         prompt_tokens=prompt_tokens,
         step_tokens=step_tokens,
     )
+    feature = policy.feature_mask
+    needs = Needs(
+        services=policy.services,
+        attested=policy.service.attested,
+        arithmetic=policy.served_arithmetic,
+        calibration=policy.arithmetic == "int8",
+        key=feature.name if feature else None,
+        pads=tuple(
+            PadsNeeded(
+                mask=mask.name,
+                phases=pad_phases(policy, mask),
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=(
+                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
+                    if mask.arithmetic == "int8"
+                    else None
+                ),
+                left_to_decode=policy.left_to_decode,
+            )
+            for mask, layout in pad_layouts(policy, config).items()
+        ),
+    )
     return Explanation(
         model=str(directory),
         architecture=config.architecture,
@@ -183,7 +206,7 @@ def explain(
         ),
         decode=measured.total("decode"),
         prefill=measured.total("prefill"),
-        needs=_needs(policy, config),
+        needs=needs,
     )
 
 
@@ -268,32 +291,6 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
             " (tsqp provision states it for the model)"
         )
     return says
-
-
-def _needs(policy: Policy, config: ModelConfig) -> Needs:
-    feature = policy.feature_mask
-    return Needs(
-        services=policy.services,
-        attested=policy.service.attested,
-        arithmetic=policy.served_arithmetic,
-        calibration=policy.arithmetic == "int8",
-        key=feature.name if feature else None,
-        pads=tuple(
-            PadsNeeded(
-                mask=mask.name,
-                phases=pad_phases(policy, mask),
-                sites=len(layout.sites),
-                memory_bytes=layout.token_bytes,
-                bank_bytes=(
-                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
-                    if mask.arithmetic == "int8"
-                    else None
-                ),
-                left_to_decode=policy.left_to_decode,
-            )
-            for mask, layout in pad_layouts(policy, config).items()
-        ),
-    )
 
 
 # ------------------------------------------------------------------------------------ listing
