@@ -404,15 +404,11 @@ def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
         if (share := pads.left_to_decode) is not None:
             text += f"; prompts only while {share:.0%} of those kept ready are left"
         yield "pads", text
-    yield "results", _results(found)
-
-
-def _results(found: Explanation) -> str:
-    leaving = [row for row in found.operators if row.sees is not None]
-    verified = [row for row in leaving if row.verify != "none"]
-    if not leaving:
-        return "computed in the TEE"
-    if not verified:
-        return "not verified: a service that lies changes the answer"
-    some = "" if len(verified) == len(leaving) else "in part "
-    return f"{some}verified against the weights of MODEL (docs/verification.md)"
+    checks = [row.verify != "none" for row in found.operators if row.sees is not None]
+    results = "computed in the TEE"
+    if any(checks):
+        some = "" if all(checks) else "in part "
+        results = f"{some}verified against the weights of MODEL (docs/verification.md)"
+    elif checks:
+        results = "not verified: a service that lies changes the answer"
+    yield "results", results

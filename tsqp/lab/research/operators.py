@@ -135,12 +135,17 @@ class RemoteAttention:
         randomness: Randomness,
     ) -> ProductCall:
         placement = self._parts.policy.at(operator, layer, phase)
-        if placement.place == "tee":
-            return product_here(operator, layer, settings)
-        tolerance = Tolerance.of(self._parts.dtype, placement.mask)
-        verified = placement.verify != "none"
-        check = ProductCheck(tolerance, Randomness()) if verified else UNVERIFIED
-        return product_call(operator, layer, placement.mask, check, settings, randomness)
+        if placement.place != "tee":
+            tolerance = Tolerance.of(self._parts.dtype, placement.mask)
+            verified = placement.verify != "none"
+            check = ProductCheck(tolerance, Randomness()) if verified else UNVERIFIED
+            return product_call(operator, layer, placement.mask, check, settings, randomness)
+        compute = timed(product, settings.observer, operator, layer)
+
+        async def call(operands: tuple[Tensor, Tensor]) -> Tensor:
+            return compute(operands)
+
+        return call
 
 
 # ------------------------------------------------------------------- operators of one row a token
@@ -282,31 +287,22 @@ def _check_product(
         )
 
 
+def product(operands: tuple[Tensor, Tensor]) -> Tensor:
+    """Multiply both in the TEE, where the policy keeps one product and the other one leaves."""
+    a, b = operands
+    # Half precision in float32 where that is cheaper, rounded once: its kernels are
+    # compiled for every shape, and in decode the context's is new in each step.
+    if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
+        return torch.matmul(a, b)
+    return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+
 def softmax(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
     """Softmax over the last axis in float32, cast back; hidden keys get probability 0."""
     scores32 = scores.to(torch.float32)
     if causal_mask is not None:
         scores32 = scores32.masked_fill(causal_mask, float("-inf"))
     return scores32.softmax(-1).to(scores.dtype)
-
-
-def product_here(operator: Operator, layer: int, settings: CallSettings) -> ProductCall:
-    """Return a product that the policy keeps in the TEE while the other one leaves."""
-
-    def product(operands: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = operands
-        # Half precision in float32 where that is cheaper, rounded once: its kernels are
-        # compiled for every shape, and in decode the context's is new in each step.
-        if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
-            return torch.matmul(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
-
-    compute = timed(product, settings.observer, operator, layer)
-
-    async def call(operands: tuple[Tensor, Tensor]) -> Tensor:
-        return compute(operands)
-
-    return call
 
 
 # ------------------------------------------------------------------------------------------ shared
