@@ -31,10 +31,19 @@ class OperatorTotals:
     queue_ns: int = 0
     gpu_ns: int = 0
 
-    @property
-    def wire_ns(self) -> int:
-        """Round trips less what the service says it spent."""
-        return max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns)
+    def described(self) -> dict[str, object]:
+        """Return it as the JSON of a report: times in seconds, and the wire's among them."""
+        return {
+            "place": self.place,
+            "calls": self.calls,
+            "round_trips": self.round_trips,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "tee_s": self.tee_ns / 1e9,
+            "wire_s": max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns) / 1e9,
+            "queue_s": self.queue_ns / 1e9,
+            "gpu_s": self.gpu_ns / 1e9,
+        }
 
 
 @dataclass(slots=True)
