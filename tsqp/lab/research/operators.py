@@ -45,11 +45,15 @@ _HEAD: Site = (0, "lm_head")
 _LARGEST_CONVERTED = 2**19
 
 
-class RemoteEmbedding:
-    """Looks token ids up at a service. GPU sees: the token ids, as the mask leaves them."""
+class _Remote:
+    """What is the same for all of them; see `RegisteredOperator`."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
+
+
+class RemoteEmbedding(_Remote):
+    """Looks token ids up at a service. GPU sees: the token ids, as the mask leaves them."""
 
     @cached_property
     def _check(self) -> EmbeddingCheck:
@@ -68,11 +72,8 @@ class RemoteEmbedding:
         )
 
 
-class RemoteLMHead:
+class RemoteLMHead(_Remote):
     """Computes logits at a service. GPU sees: final hidden states, as the mask leaves them."""
-
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
 
     @cached_property
     def _secrets(self) -> FloatSecrets:
@@ -92,14 +93,11 @@ class RemoteLMHead:
         )
 
 
-class RemoteAttention:
+class RemoteAttention(_Remote):
     """Attention whose products are computed at a service, one or both of them.
 
     GPU sees: scaled queries and all keys; probabilities and all values; as the mask leaves them.
     """
-
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness

@@ -87,61 +87,6 @@ def provision(
 
     GPU side gets: `server_dir`, and must not get `key_path`.
     """
-    checked = _provisioned_mask(mask)
-    server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
-    _check_outputs(server_dir, key_path)
-    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
-    checkpoint.require(light_tensors(config) | linear_tensors(config))
-    checkpoint.refuse_extra(config)
-
-    # Beside the directory that it becomes: a rename within a file system is one step.
-    draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
-    seed = secrets.token_bytes(KEY_BYTES)
-    conversion = _Conversion(config, checkpoint, checked, seed)
-    try:
-        draft.mkdir()
-        shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
-        holds, shards = conversion.shards()
-        if holds == "model" and config.tie_word_embeddings:
-            # The LM head has a weight of its own there.
-            settings = read_json(draft / CONFIG_FILE) | {"tie_word_embeddings": False}
-            text = json.dumps(settings, indent=2) + "\n"
-            (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
-        weight_bytes = _write_weights(shards, draft, progress)
-        key = FeatureKey.bind(
-            mask=checked.name,
-            options=checked.model_dump(mode="json"),
-            seed=seed.hex(),
-            model_digest=model_digest(config, checkpoint),
-            linear_digest=linear_digest(config, checkpoint),
-            server_linear_digest=linear_digest(config, Checkpoint(draft)),
-        )
-        marker = Provision(mask=checked.name, provision_id=key.provision_id, holds=holds)
-        # The last file, so that a partial directory is none.
-        with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
-        # The key first, because a directory without its key is worthless and does not look so: an
-        # operator would copy it to the server, where nothing can undo the mask. A key without its
-        # directory, after a crash between the two, is a small file that fits nothing.
-        key.save(key_path)
-        try:
-            draft.rename(server_dir)
-        except BaseException as error:
-            key_path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise ModelError(
-                    str(server_dir),
-                    got=error.strerror or type(error).__name__,
-                    expected="a new or an empty directory",
-                ) from None
-            raise
-    finally:
-        # Not there any more where all went well.
-        shutil.rmtree(draft, ignore_errors=True)
-    return Provisioned(config, weight_bytes, holds, conversion.noise(), key)
-
-
-def _provisioned_mask(mask: Mask) -> ProvisionedMask:
     if not isinstance(mask, ProvisionedMask):
         raise MaskError(
             f"mask {mask.name}",
@@ -159,7 +104,52 @@ def _provisioned_mask(mask: Mask) -> ProvisionedMask:
         ValidationError, f"mask {mask.name}", "this name", "lower-case letters, digits and -"
     ):
         Provision(mask=mask.name, provision_id="0" * 64)
-    return mask
+    server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
+    _check_outputs(server_dir, key_path)
+    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
+    checkpoint.require(light_tensors(config) | linear_tensors(config))
+    checkpoint.refuse_extra(config)
+
+    # Beside the directory that it becomes: a rename within a file system is one step.
+    draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
+    seed = secrets.token_bytes(KEY_BYTES)
+    conversion = _Conversion(config, checkpoint, mask, seed)
+    try:
+        draft.mkdir()
+        shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
+        holds, shards = conversion.shards()
+        if holds == "model" and config.tie_word_embeddings:
+            # The LM head has a weight of its own there.
+            settings = read_json(draft / CONFIG_FILE) | {"tie_word_embeddings": False}
+            text = json.dumps(settings, indent=2) + "\n"
+            (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
+        weight_bytes = _write_weights(shards, draft, progress)
+        key = FeatureKey.bind(
+            mask=mask.name,
+            options=mask.model_dump(mode="json"),
+            seed=seed.hex(),
+            model_digest=model_digest(config, checkpoint),
+            linear_digest=linear_digest(config, checkpoint),
+            server_linear_digest=linear_digest(config, Checkpoint(draft)),
+        )
+        marker = Provision(mask=mask.name, provision_id=key.provision_id, holds=holds)
+        # The last file, so that a partial directory is none.
+        with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
+        # The key first, because a directory without its key is worthless and does not look so: an
+        # operator would copy it to the server, where nothing can undo the mask. A key without its
+        # directory, after a crash between the two, is a small file that fits nothing.
+        key.save(key_path)
+        with ModelError.for_os(str(server_dir), "a new or an empty directory"):
+            try:
+                draft.rename(server_dir)
+            except BaseException:
+                key_path.unlink(missing_ok=True)
+                raise
+    finally:
+        # Not there any more where all went well.
+        shutil.rmtree(draft, ignore_errors=True)
+    return Provisioned(config, weight_bytes, holds, conversion.noise(), key)
 
 
 def _check_outputs(server_dir: Path, key_path: Path) -> None:
@@ -204,8 +194,7 @@ def _check_outputs(server_dir: Path, key_path: Path) -> None:
             anew,
         ),
     ):
-        if refused:
-            raise error(str(path), got=got, expected=expected)
+        error.unless(not refused, str(path), got, expected)
 
 
 def _write_weights(shards: list[Shard], directory: Path, progress: Progress | None) -> int:
