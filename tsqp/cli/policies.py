@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -20,13 +20,15 @@ def policies(*, as_json: bool) -> None:
     from tsqp.catalogue import policy_entries
 
     entries, unusable = policy_entries()
-    if as_json:
-        described = [entry.described() for entry in entries]
-        _echo_json("policies", described, unusable, default=DEFAULT_POLICY)
-    else:
-        rows = [entry.row(DEFAULT_POLICY) for entry in entries]
-        more = "\ntsqp explain MODEL --policy NAME says what one means for a model."
-        _show_all(("policy", "what leaves the TEE"), rows, unusable, more)
+    _list(
+        as_json,
+        "policies",
+        [(entry.described(), entry.row(DEFAULT_POLICY)) for entry in entries],
+        unusable,
+        ("policy", "what leaves the TEE"),
+        "\ntsqp explain MODEL --policy NAME says what one means for a model.",
+        default=DEFAULT_POLICY,
+    )
 
 
 @click.command(context_settings=CONTEXT)
@@ -39,12 +41,14 @@ def masks(*, name: str | None, as_json: bool) -> None:
 
     if name is None:
         entries, unusable = mask_entries()
-        if as_json:
-            _echo_json("masks", [entry.described() for entry in entries], unusable)
-        else:
-            rows = [entry.row() for entry in entries]
-            more = " tsqp masks NAME says more."
-            _show_all(("mask", "what it does"), rows, unusable, more)
+        _list(
+            as_json,
+            "masks",
+            [(entry.described(), entry.row()) for entry in entries],
+            unusable,
+            ("mask", "what it does"),
+            " tsqp masks NAME says more.",
+        )
         return
     entry = find_mask_entry(name)
     if as_json:
@@ -71,20 +75,24 @@ def masks(*, name: str | None, as_json: bool) -> None:
     console.print(definitions(pairs))
 
 
-def _echo_json(
-    what: str, described: list[dict[str, Any]], unusable: Mapping[str, str], **more: str
-) -> None:
-    refused = [{"name": name, "error": error} for name, error in unusable.items()]
-    click.echo(json.dumps({what: described, "unusable": refused, **more}, indent=1))
-
-
-def _show_all(
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str]],
+def _list(
+    as_json: bool,
+    what: str,
+    entries: Iterable[tuple[dict[str, Any], tuple[str, str]]],
     unusable: Mapping[str, str],
+    headings: tuple[str, str],
     more: str,
+    **fields: str,
 ) -> None:
-    """Print a table, what does not load, and a footnote that ends in `more`."""
+    """Print what JSON or a table says of each entry, and what does not load.
+
+    `more`: how the footnote of the table ends; `fields`: what JSON says beside the entries.
+    """
+    described, rows = zip(*entries, strict=True)
+    if as_json:
+        refused = [{"name": name, "error": error} for name, error in unusable.items()]
+        click.echo(json.dumps({what: described, "unusable": refused, **fields}, indent=1))
+        return
     console = open_console()
     console.print(table("", [(heading, False) for heading in headings], rows, lines=True))
     for name, error in unusable.items():

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -220,13 +220,18 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
     """Yield a row for each operator, range of layers and phase that is placed in its own way."""
     segments = policy.segments(layers)
     within = {layer for one in segments for layer in range(one.first, one.last + 1)}
+
+    def way(operator: Operator, layer: int) -> tuple[object, ...]:
+        """Return what makes a row of its own: whether it is within, and each phase's way."""
+        placed = (policy.at(operator, layer, phase) for phase in PHASES)
+        return layer in within, *((one.place, one.mask, one.verify) for one in placed)
+
     for operator in OPERATORS:
         for one in segments if operator == "qkv_proj" else ():
             yield _row(policy, "segment", range(one.first, one.last + 1), None, measured)
         count = 1 if operator in LAYERLESS else layers
         # Runs of layers with the same placements in both phases, all within segments or none.
-        ways = partial(_ways, policy, operator, within)
-        for (is_within, *each), alike in groupby(range(count), key=ways):
+        for (is_within, *each), alike in groupby(range(count), key=partial(way, operator)):
             if is_within and operator not in LAYERLESS:
                 continue
             first, *others = alike
@@ -235,19 +240,10 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
                 yield _row(policy, operator, found, phase, measured)
 
 
-def _ways(
-    policy: Policy, operator: Operator, within: Container[int], layer: int
-) -> tuple[object, ...]:
-    """Return what makes a row of its own: whether a layer is `within`, and each phase's way."""
-    placed = (policy.at(operator, layer, phase) for phase in PHASES)
-    return layer in within, *((one.place, one.mask, one.verify) for one in placed)
-
-
 def _row(
     policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: StepTraffic
 ) -> OperatorRow:
     placement = policy.at(operator, layers.start, phase or "decode")
-    leaves = placement.leaves
     costs = {
         name: measured.phase_cost(name, operator, layers)
         for name in PHASES
@@ -259,7 +255,7 @@ def _row(
         layers=None if operator in LAYERLESS else str(LayerRange(layers.start, layers.stop - 1)),
         phase=phase,
         place=placement.place,
-        sees=_sees(policy, operator, mask) if leaves else None,
+        sees=_sees(policy, operator, mask) if placement.leaves else None,
         mask=_with_options(mask.name, mask.model_dump(mode="json")) if mask else None,
         verify=placement.verify,
         window=placement.window,
@@ -351,12 +347,11 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
         *((name, False) for name in ("operator", "layers", "sent in each layer")),
         *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
     ]
-    rows: list[tuple[str, str, str, Cost]] = [
+    rows = [
         (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
         for row in found.operators
         if (measured := getattr(row, phase)) is not None
     ]
-    rows.append(("total", "", "", total))
     return table(
         title,
         columns,
@@ -369,7 +364,7 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
                 f"{cost.bytes_sent:,}",
                 f"{cost.bytes_received:,}",
             )
-            for operator, layers, sent, cost in rows
+            for operator, layers, sent, cost in (*rows, ("total", "", "", total))
         ],
     )
 

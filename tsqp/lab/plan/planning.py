@@ -79,44 +79,6 @@ class Planning:
         self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
         self._instead: Instead | None = None
         self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
-        self._check()
-
-    def run(self) -> PlanReport:
-        """Measure and predict. Raises TsqpError."""
-        settings = self._settings
-        if settings.machine is not None:
-            self._say("measuring products, to compare them with the machine's")
-            gops, gb_per_s = kernel_rates(sorted({1, self._threads}))
-            machine, last = settings.machine, settings.cores - 1
-            self._instead = Instead(
-                alone=gops[0] / machine.int8_gops[0],
-                shared=gops[-1] / machine.int8_gops[last],
-                weights=gb_per_s[-1] / machine.gb_per_s[last],
-                transport=machine.transports[settings.transport],
-            )
-        return PlanReport(
-            machine=describe_machine(),
-            model=self._shape.name,
-            num_hidden_layers=self._config.num_hidden_layers,
-            dtype=settings.dtype or self._config.dtype,
-            gpu=settings.profile.name,
-            transport=settings.transport,
-            link_gbps=settings.link.gbps,
-            link_rtt_us=settings.link.rtt_us,
-            tee_cores=settings.cores,
-            measured_threads=self._threads,
-            prompt_tokens=settings.prompt_tokens,
-            context=settings.context,
-            batch=settings.batch,
-            micro_batches=settings.micro_batches,
-            tensor_parallel=settings.tensor_parallel,
-            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
-        )
-
-    # ------------------------------------------------------------------------- before any work
-
-    def _check(self) -> None:
-        settings, config = self._settings, self._config
         check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
         if (machine := settings.machine) is not None:
             SettingsError.unless(
@@ -173,6 +135,38 @@ class Planning:
                 )
                 needed = max(needed, made)
         check_disk(needed)
+
+    def run(self) -> PlanReport:
+        """Measure and predict. Raises TsqpError."""
+        settings = self._settings
+        if settings.machine is not None:
+            self._say("measuring products, to compare them with the machine's")
+            gops, gb_per_s = kernel_rates(sorted({1, self._threads}))
+            machine, last = settings.machine, settings.cores - 1
+            self._instead = Instead(
+                alone=gops[0] / machine.int8_gops[0],
+                shared=gops[-1] / machine.int8_gops[last],
+                weights=gb_per_s[-1] / machine.gb_per_s[last],
+                transport=machine.transports[settings.transport],
+            )
+        return PlanReport(
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=self._config.num_hidden_layers,
+            dtype=settings.dtype or self._config.dtype,
+            gpu=settings.profile.name,
+            transport=settings.transport,
+            link_gbps=settings.link.gbps,
+            link_rtt_us=settings.link.rtt_us,
+            tee_cores=settings.cores,
+            measured_threads=self._threads,
+            prompt_tokens=settings.prompt_tokens,
+            context=settings.context,
+            batch=settings.batch,
+            micro_batches=settings.micro_batches,
+            tensor_parallel=settings.tensor_parallel,
+            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
+        )
 
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
         """Return a few layers like one of the whole model's: what places them, and their shape.

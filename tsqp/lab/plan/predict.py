@@ -250,8 +250,9 @@ def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
             pieces.append(replace(trip, wire_us=beyond_us))
             busy["link latency"] += latency_us
         for part in PARTS:
-            names = _FIELDS.get(part, ())
-            busy[part] += sum(getattr(piece, name, 0.0) for piece in pieces for name in names)
+            busy[part] += sum(
+                getattr(piece, name, 0.0) for piece in pieces for name in _FIELDS.get(part, ())
+            )
     return busy
 
 

@@ -180,14 +180,12 @@ def rows_call(
     @lru_cache(MAX_PREPARED)
     def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(short_name(sent), tuple(shape), b"")
-        prepared = PreparedRequest(
+        message = (
             EmbeddingRequest(input_ids=wire, dtype=name)
             if looked_up
-            else LMHeadRequest(hidden_states=wire),
-            (shape[0], width),
-            name,
+            else LMHeadRequest(hidden_states=wire)
         )
-        return (prepared,)
+        return (PreparedRequest(message, (shape[0], width), name),)
 
     plan = CallPlan(
         operator=operator,

@@ -134,8 +134,9 @@ def provision(
         )
         marker = Provision(mask=mask.name, provision_id=key.provision_id, holds=holds)
         # The last file, so that a partial directory is none.
-        with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
+        (draft / PROVISION_FILE).write_text(
+            json.dumps(marker.model_dump(), indent=2) + "\n", encoding="utf-8"
+        )
         # The key first, because a directory without its key is worthless and does not look so: an
         # operator would copy it to the server, where nothing can undo the mask. A key without its
         # directory, after a crash between the two, is a small file that fits nothing.
