@@ -316,6 +316,7 @@ def script(
 def _numbers(text: str) -> tuple[int, ...]:
     found = {int(part) for part in text.split(",")}
     if min(found) < 1:
-        expected = "whole numbers from 1, with commas"
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected whole numbers from 1, with commas"
+        )
     return tuple(sorted(found))

@@ -102,9 +102,11 @@ def measure(
         layers = _Layers(settings, policy, model, endpoints, bank, closing)
         gc.collect()
         gc.freeze()  # as tee-runner does
-        prefill, decode = layers.prefill(), layers.decode()
-        pads = pad_making(model, policy, bank.parent) if bank else None
-        return Costs(prefill, decode, pads)
+        return Costs(
+            layers.prefill(),
+            layers.decode(),
+            pad_making(model, policy, bank.parent) if bank else None,
+        )
 
 
 class _Layers:

@@ -236,14 +236,6 @@ class Planning:
                 decode=crossover(hardware, rpcs_of(costs.decode, costs.order)),
                 prefill=crossover(hardware, rpcs_of(costs.prefill[0], costs.order)),
             )
-        memory = tee_parts(
-            config,
-            policy,
-            tokens=max(settings.prompt_tokens, settings.context),
-            sequences=settings.batch,
-            itemsize=self._itemsize,
-            step_tokens=settings.step_tokens,
-        )
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
@@ -256,7 +248,16 @@ class Planning:
             tokens_per_s=settings.batch * 1e6 / decode.total_us,
             sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
             pads=making,
-            tee_memory_bytes=sum(memory.values()),
+            tee_memory_bytes=sum(
+                tee_parts(
+                    config,
+                    policy,
+                    tokens=max(settings.prompt_tokens, settings.context),
+                    sequences=settings.batch,
+                    itemsize=self._itemsize,
+                    step_tokens=settings.step_tokens,
+                ).values()
+            ),
             assumptions=tuple(self._assumptions(policy, costs)),
             several=several,
         )
@@ -395,8 +396,9 @@ def show(report: PlanReport, console: Console) -> None:
         console.print()
         console.print(definitions(_figures(found, report)))
         console.print()
-        prompt = f"Up to the first token of a prompt of {report.prompt_tokens}"
-        console.print(_parts(prompt, found.prefill))
+        console.print(
+            _parts(f"Up to the first token of a prompt of {report.prompt_tokens}", found.prefill)
+        )
         together = "one sequence" if report.batch == 1 else f"{report.batch} sequences together"
         step = f"One decode step of {together}, context {report.context}"
         console.print(_parts(step, found.decode))

@@ -11,9 +11,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -107,13 +107,14 @@ def provision(
     server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
     _check_outputs(server_dir, key_path)
     config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
-    checkpoint.require(light_tensors(config) | linear_tensors(config))
+    shapes = light_tensors(config) | linear_tensors(config)
+    checkpoint.require(shapes)
     checkpoint.refuse_extra(config)
 
     # Beside the directory that it becomes: a rename within a file system is one step.
     draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
     seed = secrets.token_bytes(KEY_BYTES)
-    conversion = _Conversion(config, checkpoint, mask, seed)
+    conversion = _Conversion(config, checkpoint, mask, seed, shapes)
     try:
         draft.mkdir()
         shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
@@ -150,7 +151,10 @@ def provision(
     finally:
         # Not there any more where all went well.
         shutil.rmtree(draft, ignore_errors=True)
-    return Provisioned(config, weight_bytes, holds, conversion.noise(), key)
+    rows = checkpoint.blocks(EMBEDDING, shapes[EMBEDDING])
+    lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
+    noise = noise_of(mask, config, lambda: max(lengths))
+    return Provisioned(config, weight_bytes, holds, noise, key)
 
 
 def _check_outputs(server_dir: Path, key_path: Path) -> None:
@@ -233,13 +237,14 @@ class _Conversion:
     """The tensors of a model as the server of a mask gets them, shard by shard.
 
     Each is in the dtype that the model has it in. What makes them raises ModelError and MaskError
-    that name a tensor.
+    that name a tensor. `shapes`: of all tensors of the model.
     """
 
     config: ModelConfig
     checkpoint: Checkpoint
     mask: ProvisionedMask
     seed: bytes
+    shapes: Mapping[str, tuple[int, ...]]
 
     def shards(self) -> tuple[Holds, list[Shard]]:
         """Return what the server will hold, and what makes it: a shard per layer, or one more."""
@@ -252,20 +257,10 @@ class _Conversion:
             return "layers", shards
         return "model", [*shards, partial(self._head, keyed)]
 
-    def noise(self) -> str | None:
-        """Say what the noise of the mask guarantees for this model; None without noise."""
-        rows = self.checkpoint.blocks(EMBEDDING, self._shapes[EMBEDDING])
-        lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
-        return noise_of(self.mask, self.config, lambda: max(lengths))
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return light_tensors(self.config) | linear_tensors(self.config)
-
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read a tensor, in the model's own dtype unless another one is asked for."""
         dtype = dtype or self.checkpoint.rows(name, 0, 1).dtype
-        return load_tensor(self.checkpoint, name, self._shapes[name], dtype=dtype)
+        return load_tensor(self.checkpoint, name, self.shapes[name], dtype=dtype)
 
     def _stored(self, name: str, made: torch.Tensor) -> torch.Tensor:
         """Return a transformed tensor in the dtype that the model has it in, float32 if in none."""
@@ -310,7 +305,7 @@ class _Conversion:
         tensors, norms = Tensors(), read(norm_names(self.config, layer).values())
         for module in (module for modules in FUSED_MODULES.values() for module in modules):
             start = f"{module_name(self.config, layer, module)}."
-            own = [name for name in self._shapes if name.startswith(start)]
+            own = [name for name in self.shapes if name.startswith(start)]
             tensors |= {
                 prefix + short: self._stored(prefix + short, made)
                 for short, made in keyed.layer(layer, norms | read(own)).items()
