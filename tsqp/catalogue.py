@@ -215,8 +215,9 @@ def find_mask_entry(name_or_path: str) -> MaskEntry:
 
 def our_masks() -> dict[str, type[Mask]]:
     """Return the masks that ship with us by name: built in, and the research baselines."""
-    found = installed(all_masks().group)
-    research = [entry.name for entry in found if entry.module.startswith(_RESEARCH)]
+    research = [
+        entry.name for entry in installed(all_masks().group) if entry.module.startswith(_RESEARCH)
+    ]
     return {name: find_mask(name) for name in sorted({*BUILTIN, *research})}
 
 

@@ -316,8 +316,8 @@ def show(found: Explanation, console: Console, model: str, policy: str) -> None:
         console.print(_costs(f"One decoded token, context {found.context}", found, "decode"))
         steps = -(-found.prompt_tokens // found.step_tokens)
         cut = f" in {steps} steps" if steps > 1 else ""
-        stocked = any(pads.left_to_decode is not None for pads in found.needs.pads)
-        cut += ", where their pads are in stock" if stocked else ""
+        if any(pads.left_to_decode is not None for pads in found.needs.pads):
+            cut += ", where their pads are in stock"
         console.print(_costs(f"Prefill of {found.prompt_tokens} tokens{cut}", found, "prefill"))
         console.print(
             "RPCs and bytes are those of all layers. Bytes count every frame; request ids and"
@@ -343,10 +343,6 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
     total: Cost = getattr(found, phase)
     if total.rpcs == 0:
         return f"{title}: nothing is sent\n"
-    columns = [
-        *((name, False) for name in ("operator", "layers", "sent in each layer")),
-        *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
-    ]
     rows = [
         (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
         for row in found.operators
@@ -354,7 +350,10 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
     ]
     return table(
         title,
-        columns,
+        [
+            *((name, False) for name in ("operator", "layers", "sent in each layer")),
+            *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
+        ],
         [
             (
                 operator,
