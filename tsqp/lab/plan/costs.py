@@ -184,14 +184,16 @@ class Machine(Document):
 
     def toml(self) -> str:
         """Return the file's text."""
-        fields = self.model_dump(exclude={"transports", "gpu"})
-        lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+        lines = [
+            f"{name} = {json.dumps(value)}"
+            for name, value in self.model_dump(exclude={"transports", "gpu"}).items()
+        ]
         tables: dict[str, BaseModel] = {f"transports.{k}": v for k, v in self.transports.items()}
         if self.gpu is not None:
             tables["gpu"] = self.gpu
         for name, table in tables.items():
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {json.dumps(value)}" for key, value in table.model_dump().items()]
+            values = table.model_dump().items()
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
         return "\n".join(lines) + "\n"
 
 
