@@ -11,7 +11,7 @@ from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
 from tee_side.protect.masks.mask import BUILTIN, Mask, ProvisionedMask, all_masks, find_mask
-from tee_side.words import Operator
+from tee_side.words import Operator, Phase, Verify
 
 Origin = Literal["built in", "research", "package", "file"]
 
@@ -31,12 +31,27 @@ class MaskOption(NamedTuple):
     required: bool
     default: Any
 
+    @property
+    def default_text(self) -> str:
+        """Its default; "none" is what a policy file leaves out."""
+        if self.default is None:
+            return "required" if self.required else "none"
+        return _number(self.default)
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.default_text} ({self.values})"
+
 
 class MaskEntry(NamedTuple):
     """A mask, which says all of itself, and where it comes from."""
 
     mask: type[Mask]
     origin: Origin = "built in"
+
+    @property
+    def standing(self) -> Standing:
+        """Whether it is broken, in the words of the tables."""
+        return "broken" if self.mask.broken else "not known to be broken"
 
     @property
     def operators(self) -> list[Operator]:
@@ -87,12 +102,19 @@ class MaskEntry(NamedTuple):
             "origin": self.origin,
         }
 
-
-class Unusable(NamedTuple):
-    """A mask or policy of an installed package that does not load. `error`: why, in one line."""
-
-    name: str
-    error: str
+    def row(self) -> tuple[str, str]:
+        """Return what a table says: what it is, and its claims, a line each."""
+        mask, options = self.mask, "; ".join(map(str, self.options))
+        facts = [mask.name, f"{mask.kind} mask", self.standing, f"tolerance {mask.tolerance:g}"]
+        facts += [f"({self.origin})"] if self.origin != "built in" else []
+        claims = [
+            f"hides: {mask.hides}",
+            f"known break: {mask.known_break}",
+            f"cost: {mask.cost}",
+            f"source: {mask.source}",
+            *([f"options: {options}"] if options else []),
+        ]
+        return "\n".join(facts), "\n".join(claims)
 
 
 class PolicyEntry(NamedTuple):
@@ -138,20 +160,46 @@ class PolicyEntry(NamedTuple):
             "origin": self.origin,
         }
 
+    def row(self, default: str) -> tuple[str, str]:
+        """Return what a table says: what it is, and what crosses under each mask, a line each.
 
-def mask_entries() -> tuple[list[MaskEntry], list[Unusable]]:
-    """Return all masks that have a name, built in and of packages, and those that do not load."""
+        `default`: the name of the default policy.
+        """
+        policy, count = self.policy, self.policy.services
+        services = {0: "no service", 1: "1 service"}.get(count, f"{count} services")
+        services += "" if policy.arithmetic == "float" else f", {policy.arithmetic}"
+        name = policy.name + (" (default)" if policy.name == default else "")
+        facts = [name, self.standing, services]
+        facts += [f"({self.origin})"] if self.origin != "built in" else []
+        groups: dict[tuple[str | None, Phase | None, Verify], list[str]] = {}
+        for operator, one in policy.leaving():
+            mask = one.mask.name if one.mask else None
+            groups.setdefault((mask, one.phase, one.verify), []).append(SEEN[operator])
+        lines = [policy.summary]
+        for (mask, phase, verify), seen in groups.items():
+            how = f"under {mask}" if mask else "in the clear"
+            when = f" at {phase}" if phase else ""
+            checked = "" if verify == "none" else "; results verified"
+            lines.append(f"- {how}{when}: {', '.join(dict.fromkeys(seen))}{checked}")
+        return "\n".join(facts), "\n".join(lines)
+
+
+def mask_entries() -> tuple[list[MaskEntry], dict[str, str]]:
+    """Return all masks that have a name, built in and of packages.
+
+    Of those of packages that do not load, return the names, and why, in one line.
+    """
     return _loaded(all_masks().names(), find_mask_entry)
 
 
-def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], list[Unusable]]:
+def _loaded(names: Iterable[str], load: Callable[[str], E]) -> tuple[list[E], dict[str, str]]:
     """Load what has a name; a package that is broken must not hide the others."""
-    found, unusable = [], []
+    found, unusable = [], {}
     for name in names:
         try:
             found.append(load(name))
         except (InputError, MaskError) as error:
-            unusable.append(Unusable(name=name, error=str(error)))
+            unusable[name] = str(error)
     return found, unusable
 
 
@@ -167,12 +215,13 @@ def find_mask_entry(name_or_path: str) -> MaskEntry:
 
 def our_masks() -> dict[str, type[Mask]]:
     """Return the masks that ship with us by name: built in, and the research baselines."""
-    found = installed(all_masks().group)
-    research = [entry.name for entry in found if entry.module.startswith(_RESEARCH)]
+    research = [
+        entry.name for entry in installed(all_masks().group) if entry.module.startswith(_RESEARCH)
+    ]
     return {name: find_mask(name) for name in sorted({*BUILTIN, *research})}
 
 
-def policy_entries() -> tuple[list[PolicyEntry], list[Unusable]]:
+def policy_entries() -> tuple[list[PolicyEntry], dict[str, str]]:
     """Return all policies that can be named, as `mask_entries` does."""
     built_in = builtin_policies()
     return _loaded(
@@ -200,21 +249,13 @@ def _values(schema: dict[str, Any]) -> str:
 
 def needs_of(mask: type[Mask]) -> list[str]:
     """Say what a mask needs beside a service."""
-    needs = ['`arithmetic = "int8"` in the policy'] if mask.arithmetic == "int8" else []
-    needs += (
-        ["a key and weights from `tsqp provision`"] if issubclass(mask, ProvisionedMask) else []
-    )
-    needs += [f"{mask.services} services"] if mask.services > 1 else []
-    if mask.kind == "additive" and mask.services == 1:
-        needs += ["factors made in advance"]
-    return needs
-
-
-def default_text(option: MaskOption) -> str:
-    """Render an option's default; "none" is what a policy file leaves out."""
-    if option.default is None:
-        return "required" if option.required else "none"
-    return _number(option.default)
+    needs = {
+        '`arithmetic = "int8"` in the policy': mask.arithmetic == "int8",
+        "a key and weights from `tsqp provision`": issubclass(mask, ProvisionedMask),
+        f"{mask.services} services": mask.services > 1,
+        "factors made in advance": mask.kind == "additive" and mask.services == 1,
+    }
+    return [need for need, is_needed in needs.items() if is_needed]
 
 
 def _number(value: object) -> str:

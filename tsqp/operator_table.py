@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,10 +32,19 @@ class OperatorTotals:
     queue_ns: int = 0
     gpu_ns: int = 0
 
-    @property
-    def wire_ns(self) -> int:
-        """Round trips less what the service says it spent."""
-        return max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns)
+    def described(self) -> dict[str, object]:
+        """Return it as the JSON of a report: times in seconds, and the wire's among them."""
+        return {
+            "place": self.place,
+            "calls": self.calls,
+            "round_trips": self.round_trips,
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "tee_s": self.tee_ns / 1e9,
+            "wire_s": max(0, self.round_trip_ns - self.queue_ns - self.gpu_ns) / 1e9,
+            "queue_s": self.queue_ns / 1e9,
+            "gpu_s": self.gpu_ns / 1e9,
+        }
 
 
 @dataclass(slots=True)
@@ -45,19 +55,18 @@ class OperatorTable:
     """
 
     totals: dict[AnyOperator, OperatorTotals] = field(
-        default_factory=lambda: {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
+        default_factory=lambda: defaultdict(
+            OperatorTotals, {name: OperatorTotals() for name in (*OPERATORS, *LIGHT_OPERATORS)}
+        )
     )
 
     def __call__(self, index: int) -> OperatorTable:
         """See `Observers`."""
         return self
 
-    def _of(self, operator: AnyOperator) -> OperatorTotals:
-        return self.totals.setdefault(operator, OperatorTotals())
-
     def called(self, operator: AnyOperator, layer: int | None, place: Place) -> None:
         """See `Observer.called`."""
-        totals = self._of(operator)
+        totals = self.totals[operator]
         totals.place = place if totals.calls == 0 or totals.place == place else "both"
         totals.calls += 1
 
@@ -70,13 +79,13 @@ class OperatorTable:
         ended_ns: int,
     ) -> None:
         """See `Observer.spent`."""
-        self._of(operator).tee_ns += ended_ns - started_ns
+        self.totals[operator].tee_ns += ended_ns - started_ns
 
     def exchanged(
         self, operator: Operator, layer: int | None, exchanges: Sequence[Exchange]
     ) -> None:
         """See `Observer.exchanged`."""
-        totals = self._of(operator)
+        totals = self.totals[operator]
         for exchange in exchanges:
             totals.round_trips += 1
             totals.bytes_sent += exchange.bytes_sent

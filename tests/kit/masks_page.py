@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tsqp.catalogue import MaskEntry, default_text, needs_of, our_masks
+from tsqp.catalogue import MaskEntry, needs_of, our_masks
 
 _HEAD = """\
 # Masks
@@ -63,7 +63,7 @@ def _cells(entry: MaskEntry) -> list[str]:
 def _options(entry: MaskEntry) -> list[str]:
     """List what a policy may set, and what the mask needs, a line each."""
     options = [
-        f"- option `{option.name}`: {option.values}; default: {default_text(option)}"
+        f"- option `{option.name}`: {option.values}; default: {option.default_text}"
         for option in entry.options
     ]
     needs = needs_of(entry.mask)

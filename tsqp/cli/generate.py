@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from tee_side.engine.generation import Generation
-    from tsqp.operator_table import OperatorTotals
 
 
 class PrivateFile(click.File):
@@ -136,21 +135,13 @@ def generate(
     if settings.as_json:
         click.echo(json.dumps(described))
     if report and table:
-        operators = {name: _costs(totals) for name, totals in table.totals.items()}
+        operators = {name: totals.described() for name, totals in table.totals.items()}
         _write(report, json.dumps(described | {"operators": operators}, indent=1).encode())
     if save_logits:
         import torch
         from safetensors.torch import save
 
         _write(save_logits, save({"logits": torch.stack(logits).to(torch.float32)}))
-
-
-def _costs(totals: OperatorTotals) -> dict[str, object]:
-    counts = ("place", "calls", "round_trips", "bytes_sent", "bytes_received")
-    times = {
-        f"{part}_s": getattr(totals, f"{part}_ns") / 1e9 for part in ("tee", "wire", "queue", "gpu")
-    }
-    return {name: getattr(totals, name) for name in counts} | times
 
 
 def _write(file: BinaryIO, content: bytes) -> None:

@@ -118,10 +118,8 @@ def cpu_ns(pid: int | str = "self") -> int:
     From the scheduler: `times` counts in hundredths of a second, which is two decoded tokens.
     """
     total = 0
-    try:
+    with ProcessError.instead_of(OSError, f"process {pid}", "its end", "it to run"):
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        raise ProcessError(f"process {pid}", got="its end", expected="it to run") from None
     for task in tasks:
         with suppress(OSError):  # a thread that has ended meanwhile
             total += int((task / "schedstat").read_text(encoding="ascii").split()[0])
@@ -318,6 +316,7 @@ def script(
 def _numbers(text: str) -> tuple[int, ...]:
     found = {int(part) for part in text.split(",")}
     if min(found) < 1:
-        expected = "whole numbers from 1, with commas"
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected whole numbers from 1, with commas"
+        )
     return tuple(sorted(found))

@@ -206,18 +206,19 @@ def size(size_bytes: float) -> str:
     """Render bytes: `512 B`, `12.3 kB`, `4.56 MB`; empty if zero."""
     if size_bytes < 999.5:
         return f"{size_bytes:.0f} B" if size_bytes else ""
-    for limit, factor, unit in ((999.5e3, 1e3, "kB"), (999.5e6, 1e6, "MB")):
-        if size_bytes < limit:
-            return f"{figures(size_bytes / factor)} {unit}"
-    return f"{figures(size_bytes / 1e9)} GB"
+    return _with_unit(size_bytes, ((1e3, "kB"), (1e6, "MB"), (1e9, "GB")))
 
 
 def duration(duration_us: float) -> str:
     """Render a time: `12.3 us`, `4.56 ms`, `1.23 s`; `0 us` if zero."""
-    for limit, factor, unit in ((999.5, 1.0, "us"), (999.5e3, 1e3, "ms")):
-        if abs(duration_us) < limit:
-            return f"{figures(duration_us / factor) or '0'} {unit}"
-    return f"{figures(duration_us / 1e6)} s"
+    return _with_unit(duration_us, ((1.0, "us"), (1e3, "ms"), (1e6, "s")))
+
+
+def _with_unit(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Render in the first unit of which there are less than a thousand, or in the last one."""
+    fitting = (one for one in units if abs(number) < 999.5 * one[0])
+    factor, unit = next(fitting, units[-1])
+    return f"{figures(number / factor) or '0'} {unit}"
 
 
 def percent(share: float) -> str:

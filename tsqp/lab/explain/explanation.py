@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +36,7 @@ from tee_side.words import (
 from tsqp.lab.bench.job import pad_layouts, pad_phases
 from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
-from tsqp.lab.research.feature_masks import RotationMask
+from tsqp.lab.research.feature_masks import noise_of
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 
@@ -157,6 +157,29 @@ def explain(
         prompt_tokens=prompt_tokens,
         step_tokens=step_tokens,
     )
+    feature = policy.feature_mask
+    needs = Needs(
+        services=policy.services,
+        attested=policy.service.attested,
+        arithmetic=policy.served_arithmetic,
+        calibration=policy.arithmetic == "int8",
+        key=feature.name if feature else None,
+        pads=tuple(
+            PadsNeeded(
+                mask=mask.name,
+                phases=pad_phases(policy, mask),
+                sites=len(layout.sites),
+                memory_bytes=layout.token_bytes,
+                bank_bytes=(
+                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
+                    if mask.arithmetic == "int8"
+                    else None
+                ),
+                left_to_decode=policy.left_to_decode,
+            )
+            for mask, layout in pad_layouts(policy, config).items()
+        ),
+    )
     return Explanation(
         model=str(directory),
         architecture=config.architecture,
@@ -183,7 +206,7 @@ def explain(
         ),
         decode=measured.total("decode"),
         prefill=measured.total("prefill"),
-        needs=_needs(policy, config),
+        needs=needs,
     )
 
 
@@ -197,13 +220,18 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
     """Yield a row for each operator, range of layers and phase that is placed in its own way."""
     segments = policy.segments(layers)
     within = {layer for one in segments for layer in range(one.first, one.last + 1)}
+
+    def way(operator: Operator, layer: int) -> tuple[object, ...]:
+        """Return what makes a row of its own: whether it is within, and each phase's way."""
+        placed = (policy.at(operator, layer, phase) for phase in PHASES)
+        return layer in within, *((one.place, one.mask, one.verify) for one in placed)
+
     for operator in OPERATORS:
         for one in segments if operator == "qkv_proj" else ():
             yield _row(policy, "segment", range(one.first, one.last + 1), None, measured)
         count = 1 if operator in LAYERLESS else layers
         # Runs of layers with the same placements in both phases, all within segments or none.
-        ways = partial(_ways, policy, operator, within)
-        for (is_within, *each), alike in groupby(range(count), key=ways):
+        for (is_within, *each), alike in groupby(range(count), key=partial(way, operator)):
             if is_within and operator not in LAYERLESS:
                 continue
             first, *others = alike
@@ -212,19 +240,10 @@ def _rows(policy: Policy, layers: int, measured: StepTraffic) -> Iterator[Operat
                 yield _row(policy, operator, found, phase, measured)
 
 
-def _ways(
-    policy: Policy, operator: Operator, within: Container[int], layer: int
-) -> tuple[object, ...]:
-    """Return what makes a row of its own: whether a layer is `within`, and each phase's way."""
-    placed = (policy.at(operator, layer, phase) for phase in PHASES)
-    return layer in within, *((one.place, one.mask, one.verify) for one in placed)
-
-
 def _row(
     policy: Policy, operator: Operator, layers: range, phase: Phase | None, measured: StepTraffic
 ) -> OperatorRow:
     placement = policy.at(operator, layers.start, phase or "decode")
-    leaves = placement.leaves
     costs = {
         name: measured.phase_cost(name, operator, layers)
         for name in PHASES
@@ -236,7 +255,7 @@ def _row(
         layers=None if operator in LAYERLESS else str(LayerRange(layers.start, layers.stop - 1)),
         phase=phase,
         place=placement.place,
-        sees=_sees(policy, operator, mask) if leaves else None,
+        sees=_sees(policy, operator, mask) if placement.leaves else None,
         mask=_with_options(mask.name, mask.model_dump(mode="json")) if mask else None,
         verify=placement.verify,
         window=placement.window,
@@ -261,41 +280,13 @@ def _noise(mask: Mask, config: ModelConfig) -> str | None:
 
     For that of segments as far as a configuration tells: it has no lengths of embedding rows.
     """
-    if not isinstance(mask, RotationMask) or mask.sigma == 0:
-        return None
-    says = mask.statement(mask.longest_row(config, lambda: 1.0))
-    if mask.kind == "segment":
+    says = noise_of(mask, config, lambda: 1.0)
+    if says and mask.kind == "segment":
         says += (
             "; all this for embedding rows at most 1 long, for rows up to L divide sigma by L"
             " (tsqp provision states it for the model)"
         )
     return says
-
-
-def _needs(policy: Policy, config: ModelConfig) -> Needs:
-    feature = policy.feature_mask
-    return Needs(
-        services=policy.services,
-        attested=policy.service.attested,
-        arithmetic=policy.served_arithmetic,
-        calibration=policy.arithmetic == "int8",
-        key=feature.name if feature else None,
-        pads=tuple(
-            PadsNeeded(
-                mask=mask.name,
-                phases=pad_phases(policy, mask),
-                sites=len(layout.sites),
-                memory_bytes=layout.token_bytes,
-                bank_bytes=(
-                    slot_bytes(layout, MAX_GROUP) // MAX_GROUP
-                    if mask.arithmetic == "int8"
-                    else None
-                ),
-                left_to_decode=policy.left_to_decode,
-            )
-            for mask, layout in pad_layouts(policy, config).items()
-        ),
-    )
 
 
 # ------------------------------------------------------------------------------------ listing
@@ -325,8 +316,8 @@ def show(found: Explanation, console: Console, model: str, policy: str) -> None:
         console.print(_costs(f"One decoded token, context {found.context}", found, "decode"))
         steps = -(-found.prompt_tokens // found.step_tokens)
         cut = f" in {steps} steps" if steps > 1 else ""
-        stocked = any(pads.left_to_decode is not None for pads in found.needs.pads)
-        cut += ", where their pads are in stock" if stocked else ""
+        if any(pads.left_to_decode is not None for pads in found.needs.pads):
+            cut += ", where their pads are in stock"
         console.print(_costs(f"Prefill of {found.prompt_tokens} tokens{cut}", found, "prefill"))
         console.print(
             "RPCs and bytes are those of all layers. Bytes count every frame; request ids and"
@@ -352,19 +343,17 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
     total: Cost = getattr(found, phase)
     if total.rpcs == 0:
         return f"{title}: nothing is sent\n"
-    columns = [
-        *((name, False) for name in ("operator", "layers", "sent in each layer")),
-        *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
-    ]
-    rows: list[tuple[str, str, str, Cost]] = [
+    rows = [
         (row.operator, row.layers or "-", _tensors(measured.messages), measured.cost)
         for row in found.operators
         if (measured := getattr(row, phase)) is not None
     ]
-    rows.append(("total", "", "", total))
     return table(
         title,
-        columns,
+        [
+            *((name, False) for name in ("operator", "layers", "sent in each layer")),
+            *((name, True) for name in ("RPCs", "bytes up", "bytes down")),
+        ],
         [
             (
                 operator,
@@ -374,7 +363,7 @@ def _costs(title: str, found: Explanation, phase: Phase) -> Table | str:
                 f"{cost.bytes_sent:,}",
                 f"{cost.bytes_received:,}",
             )
-            for operator, layers, sent, cost in rows
+            for operator, layers, sent, cost in (*rows, ("total", "", "", total))
         ],
     )
 
@@ -409,15 +398,11 @@ def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
         if (share := pads.left_to_decode) is not None:
             text += f"; prompts only while {share:.0%} of those kept ready are left"
         yield "pads", text
-    yield "results", _results(found)
-
-
-def _results(found: Explanation) -> str:
-    leaving = [row for row in found.operators if row.sees is not None]
-    verified = [row for row in leaving if row.verify != "none"]
-    if not leaving:
-        return "computed in the TEE"
-    if not verified:
-        return "not verified: a service that lies changes the answer"
-    some = "" if len(verified) == len(leaving) else "in part "
-    return f"{some}verified against the weights of MODEL (docs/verification.md)"
+    checks = [row.verify != "none" for row in found.operators if row.sees is not None]
+    results = "computed in the TEE"
+    if any(checks):
+        some = "" if all(checks) else "in part "
+        results = f"{some}verified against the weights of MODEL (docs/verification.md)"
+    elif checks:
+        results = "not verified: a service that lies changes the answer"
+    yield "results", results

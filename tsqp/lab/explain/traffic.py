@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -49,9 +49,18 @@ from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite, IntegerSite
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import CallSettings, plan_linear, run
-from tee_side.words import OPERATORS, PRODUCTS, Operator, Phase, Site, Verify, is_projection
+from tee_side.words import (
+    OPERATORS,
+    PRODUCTS,
+    Operator,
+    Phase,
+    Site,
+    Verify,
+    is_linear,
+    is_projection,
+)
 from tsqp.lab.bench.model import Document
-from tsqp.lab.research.feature_key import site_transforms
+from tsqp.lab.research.feature_key import GAINS, site_transform
 from tsqp.lab.research.operators import product_call, rows_call
 
 
@@ -153,10 +162,6 @@ class _Recorder(AtOnce):
         return self._submitted
 
 
-async def _awaited(asked: Awaitable[torch.Tensor]) -> torch.Tensor:
-    return await asked
-
-
 class StepTraffic:
     """Runs steps of a policy over recorders, and adds up what each operator and layer costs.
 
@@ -227,17 +232,20 @@ class StepTraffic:
             if placement.place == "tee":
                 continue
             key = (operator, placement.mask, placement.verify)
-            if operator == "segment":
-                called[key] = self._segment(segments[layer], rows, context, outputs)
-            elif key not in called:
-                called[key] = self._call(*key, rows, context, outputs)
+            if operator == "segment" or key not in called:
+                self._log.clear()
+                if operator == "segment":
+                    run(self._segment(segments[layer], rows, context, outputs))
+                else:
+                    run(self._call(*key, rows, context, outputs))
+                called[key] = [*self._log]
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
             self.rows.setdefault(at, _rows(called[key][0][1]))
             costs = [self._count(captured, phase, layer) for captured in called[key]]
             self._costs[at] = sum(costs, start=self._costs.get(at, Cost()))
 
-    def _call(
+    async def _call(
         self,
         operator: Operator,
         mask: Mask | None,
@@ -245,11 +253,10 @@ class StepTraffic:
         rows: int,
         context: int,
         outputs: int,
-    ) -> list[_Captured]:
+    ) -> None:
         config, dtype, settings = self._config, self._dtype, self._settings(mask)
         K, C = config.num_key_value_heads, config.head_dim
         R = config.num_attention_heads // K * rows
-        self._log.clear()
         if is_projection(operator) and operator in self._policy.projections:
             _, (width, in_features) = config.row_layout(operator)
             sent = outputs if operator == "lm_head" else rows
@@ -268,13 +275,13 @@ class StepTraffic:
                 bias_leaves=not integers and mask is None and verify == "none",
                 one_rpc_per_module=self._policy.one_rpc_per_module,
             )
-            asked = linear(self._zeros(sent, in_features))
+            await linear(self._zeros(sent, in_features))
         elif operator in PRODUCTS:
             scores = operator == "attn_scores"
             a = self._zeros(K, R, C) if scores else self._zeros(K, R, context)
             b = self._zeros(K, C, context) if scores else self._zeros(K, context, C)
             product = product_call(operator, 0, mask, UNVERIFIED, settings, Randomness())
-            asked = product((a, b))
+            await product((a, b))
         else:
             embeds = operator == "embedding"
             ids_T = torch.zeros(rows, dtype=torch.int64)
@@ -288,11 +295,9 @@ class StepTraffic:
                 settings,
                 Randomness(),
             )
-            asked = call(ids_T if embeds else self._zeros(outputs, config.hidden_size))
-        run(_awaited(asked))
-        return list(self._log)
+            await call(ids_T if embeds else self._zeros(outputs, config.hidden_size))
 
-    def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> list[_Captured]:
+    async def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> None:
         """Call a segment in the clear: its masks change no size."""
         config, settings = self._config, self._settings(None)
         cache = KVCache(config, context, self._dtype, range(config.num_hidden_layers))
@@ -300,9 +305,7 @@ class StepTraffic:
         segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
         call = SegmentCall(config, settings, Sessions(), None, segment)
         take = Take(cache, [0] * rows, 0, logits=bool(outputs))
-        self._log.clear()
-        run(_awaited(call(self._zeros(rows, config.hidden_size), Batch.of([take]))))
-        return list(self._log)
+        await call(self._zeros(rows, config.hidden_size), Batch.of([take]))
 
     def _count(self, captured: _Captured, phase: Phase, layer: int) -> Cost:
         """Encode a request and its reply as for the wire, in a layer, under the next id."""
@@ -324,14 +327,16 @@ class StepTraffic:
         return CallSettings(lambda _layer: channels, math.inf, None)
 
     def _hide(self, mask: Mask | None, site: Site) -> Hide:
+        layer, operator = site
         if isinstance(mask, AdditiveMask):
-            _, (outputs, _) = self._config.row_layout(site[1])
+            _, (outputs, _) = self._config.row_layout(operator)
             return partial(_under_zeros, mask, outputs)
         transforms: dict[Site, KeyedTransform] | None = None
-        if isinstance(mask, FeatureMask):
-            # From a key that is not kept; operators are called as those of layer 0.
-            seed, gain_D = Randomness().bytes(KEY_BYTES), torch.ones(self._config.hidden_size)
-            transforms = site_transforms(mask, self._config, bytes(seed), [(gain_D, gain_D)])
+        if isinstance(mask, FeatureMask) and is_linear(operator):
+            # From a key that is not kept.
+            seed = bytes(Randomness().bytes(KEY_BYTES))
+            gain_D = torch.ones(self._config.hidden_size) if operator in GAINS else None
+            transforms = {site: site_transform(mask, self._config, seed, layer, operator, gain_D)}
         return linear_masking(mask, site, Randomness(), transforms=transforms)
 
     def _zeros(self, *shape: int) -> torch.Tensor:

@@ -15,9 +15,11 @@ model are measured as ever; what FILE says replaces the rest:
 from __future__ import annotations
 
 import json
+import timeit
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, get_args
 
@@ -35,7 +37,6 @@ from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Measuring
 from tsqp.lab.bench.model import Document, PadMaking, PingPong
 from tsqp.lab.bench.ping_pong import ping_pong
-from tsqp.lab.measure import elapsed_us
 from tsqp.link import Link
 
 # The names that `--transport` has, and those of the ping-pong.
@@ -166,10 +167,6 @@ class Transport(Document):
         return self.rtt_us + size / (self.gb_per_s * 1e3)
 
 
-# `int8_gops` and `gb_per_s` of some numbers of threads.
-Rates: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
-
-
 class Machine(Document):
     """What was measured. `int8_gops`, `gb_per_s`: with 1, 2, ... threads.
 
@@ -185,41 +182,18 @@ class Machine(Document):
     transports: dict[str, Transport]
     gpu: DeviceProfile | None = None
 
-    def beside(self, here: Rates, cores: int, transport: str) -> Instead:
-        """Return what planning for this machine replaces. `here`: of one thread, and of several.
-
-        Raises SettingsError for cores or a transport that were not measured.
-        """
-        SettingsError.unless(
-            cores <= len(self.int8_gops),
-            "--tee-cores",
-            str(cores),
-            f"at most {len(self.int8_gops)}, as measured",
-        )
-        SettingsError.unless(
-            transport in self.transports,
-            "--transport",
-            transport,
-            f"of --machine: {', '.join(self.transports) or 'none'}",
-        )
-        (alone_gops, *_), (*_, gb_per_s) = here
-        return Instead(
-            alone=alone_gops / self.int8_gops[0],
-            shared=here[0][-1] / self.int8_gops[cores - 1],
-            weights=gb_per_s / self.gb_per_s[cores - 1],
-            transport=self.transports[transport],
-        )
-
     def toml(self) -> str:
         """Return the file's text."""
-        fields = self.model_dump(exclude={"transports", "gpu"})
-        lines = [f"{name} = {json.dumps(value)}" for name, value in fields.items()]
+        lines = [
+            f"{name} = {json.dumps(value)}"
+            for name, value in self.model_dump(exclude={"transports", "gpu"}).items()
+        ]
         tables: dict[str, BaseModel] = {f"transports.{k}": v for k, v in self.transports.items()}
         if self.gpu is not None:
             tables["gpu"] = self.gpu
         for name, table in tables.items():
-            lines += ["", f"[{name}]"]
-            lines += [f"{key} = {json.dumps(value)}" for key, value in table.model_dump().items()]
+            values = table.model_dump().items()
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values)]
         return "\n".join(lines) + "\n"
 
 
@@ -355,14 +329,12 @@ class PlanReport(Document):
 
 def read_machine(path: Path) -> Machine:
     """Read what `--fit` wrote. Raises SettingsError."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no TOML"
-        raise SettingsError(
-            str(path), got=reason or "an unreadable file", expected="what tsqp plan --fit wrote"
-        ) from None
-    return validate_file(Machine, content, str(path), SettingsError)
+    where, expected = str(path), "what tsqp plan --fit wrote"
+    with SettingsError.for_os(where, expected):
+        text = path.read_bytes()
+    with SettingsError.instead_of((ValueError, RecursionError), where, "no TOML", expected):
+        content = tomllib.loads(text.decode())
+    return validate_file(Machine, content, where, SettingsError)
 
 
 def fit_machine(
@@ -385,7 +357,7 @@ def fit_machine(
     )
 
 
-def kernel_rates(threads: Sequence[int]) -> Rates:
+def kernel_rates(threads: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return `int8_gops` and `gb_per_s` of this process with each number of threads."""
     weight = empty_weight(_OUT, _IN, CPU)
     weight.fill_(1)
@@ -417,33 +389,31 @@ def fit_transports(found: Sequence[PingPong]) -> dict[str, Transport]:
 
 def fit_gpu(device: torch.device) -> DeviceProfile:
     """Measure launches, products, memory and copies of a device, as `DeviceProfile` has them."""
-    itemsize, size = 2, _SQUARE
     empty = torch.zeros(1, device=device)
-    a = torch.zeros(size, size, dtype=torch.bfloat16, device=device)
-    digits = torch.zeros(size, size, dtype=torch.int8, device=device)
-    host = torch.zeros(size, size, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
+    a = torch.zeros(_SQUARE, _SQUARE, dtype=torch.bfloat16, device=device)
+    digits = torch.zeros(_SQUARE, _SQUARE, dtype=torch.int8, device=device)
+    host = torch.zeros(_SQUARE, _SQUARE, dtype=torch.bfloat16, pin_memory=device.type == "cuda")
 
-    def timed_s(work: Callable[[], object]) -> float:
-        def whole() -> None:
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+    def clock() -> float:
+        torch.get_device_module(device).synchronize(device)
+        return timeit.default_timer()
 
-        return _fastest_s(whole)
-
-    products = 2.0 * size**3
+    timed_s = partial(_fastest_s, clock=clock)
+    products, moved_gb = 2.0 * _SQUARE**3, a.nbytes / 1e9
     return DeviceProfile(
         name="measured",
         launch_us=timed_s(lambda: empty.add_(1)) * 1e6,
         tflops=products / timed_s(lambda: a @ a) / 1e12,
         int8_tops=products / timed_s(lambda: int8_product(digits, digits)) / 1e12,
         # Read and written.
-        gb_per_s=2 * itemsize * size**2 / timed_s(lambda: a.add_(0)) / 1e9,
-        pcie_gb_per_s=itemsize * size**2 / timed_s(lambda: a.copy_(host)) / 1e9,
+        gb_per_s=2 * moved_gb / timed_s(lambda: a.add_(0)),
+        pcie_gb_per_s=moved_gb / timed_s(lambda: a.copy_(host)),
     )
 
 
-def _fastest_s(work: Callable[[], object]) -> float:
+def _fastest_s(
+    work: Callable[[], object], clock: Callable[[], float] = timeit.default_timer
+) -> float:
     """Return the shortest of some runs: what the machine can do, whatever else it was doing."""
     work()
-    return min(elapsed_us(work) for _ in range(_REPEATS)) / 1e6
+    return min(timeit.repeat(work, timer=clock, repeat=_REPEATS, number=1))

@@ -102,9 +102,11 @@ def measure(
         layers = _Layers(settings, policy, model, endpoints, bank, closing)
         gc.collect()
         gc.freeze()  # as tee-runner does
-        prefill, decode = layers.prefill(), layers.decode()
-        pads = pad_making(model, policy, bank.parent) if bank else None
-        return Costs(prefill, decode, pads)
+        return Costs(
+            layers.prefill(),
+            layers.decode(),
+            pad_making(model, policy, bank.parent) if bank else None,
+        )
 
 
 class _Layers:
@@ -177,10 +179,8 @@ class _Layers:
         """Measure a decode step of all sequences."""
         batch = self._settings.batch
         together = self._steps(batch, self._lanes)
-        engine = self._started(batch, self._lanes[:1])
-        engine.lanes, collector = self._observed()
-        for _ in range(_WARM_UP):
-            engine.step()
+        observed, collector = self._observed()
+        engine = self._started(batch, observed)
         collector.reset(time.perf_counter_ns())
         for _ in range(_OBSERVED):
             engine.step()
@@ -206,7 +206,7 @@ class _Layers:
         ]
 
     def _started(self, batch: int, lanes: Lanes) -> Engine:
-        """Return an engine of so many sequences that have had their prompts.
+        """Return an engine of so many sequences that have had their prompts and some steps.
 
         But for the last token those are zeros in the cache: what is there makes no difference.
         """
@@ -224,12 +224,12 @@ class _Layers:
             sequence.cache.commit(context - 1)
         while not all(sequence.token_ids for sequence in sequences):
             engine.step()
+        for _ in range(_WARM_UP):
+            engine.step()
         return engine
 
     def _steps(self, batch: int, lanes: Lanes) -> list[Sections]:
         engine = self._started(batch, lanes)
-        for _ in range(_WARM_UP):
-            engine.step()
         return [self._tracer.step(engine.step) for _ in range(_DECODE_STEPS)]
 
     # ------------------------------------------------------------------------------- observed

@@ -35,7 +35,6 @@ from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
     Costs,
-    Crossover,
     Instead,
     PlanReport,
     PlanSettings,
@@ -80,41 +79,20 @@ class Planning:
         self._threads = min(settings.cores, len(os.sched_getaffinity(0)))
         self._instead: Instead | None = None
         self._kinds = {name: _kinds(policy, config) for name, policy in settings.policies}
-        self._check()
-
-    def run(self) -> PlanReport:
-        """Measure and predict. Raises TsqpError."""
-        settings = self._settings
-        if settings.machine is not None:
-            self._say("measuring products, to compare them with the machine's")
-            here = kernel_rates(sorted({1, self._threads}))
-            self._instead = settings.machine.beside(here, settings.cores, settings.transport)
-        return PlanReport(
-            machine=describe_machine(),
-            model=self._shape.name,
-            num_hidden_layers=self._config.num_hidden_layers,
-            dtype=settings.dtype or self._config.dtype,
-            gpu=settings.profile.name,
-            transport=settings.transport,
-            link_gbps=settings.link.gbps,
-            link_rtt_us=settings.link.rtt_us,
-            tee_cores=settings.cores,
-            measured_threads=self._threads,
-            prompt_tokens=settings.prompt_tokens,
-            context=settings.context,
-            batch=settings.batch,
-            micro_batches=settings.micro_batches,
-            tensor_parallel=settings.tensor_parallel,
-            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
-        )
-
-    # ------------------------------------------------------------------------- before any work
-
-    def _check(self) -> None:
-        settings, config = self._settings, self._config
         check_columns(config, (0, settings.tensor_parallel), "--tensor-parallel")
-        if settings.machine is not None:  # what it lacks
-            settings.machine.beside(((1.0,), (1.0,)), settings.cores, settings.transport)
+        if (machine := settings.machine) is not None:
+            SettingsError.unless(
+                settings.cores <= len(machine.int8_gops),
+                "--tee-cores",
+                str(settings.cores),
+                f"at most {len(machine.int8_gops)}, as measured",
+            )
+            SettingsError.unless(
+                settings.transport in machine.transports,
+                "--transport",
+                settings.transport,
+                f"of --machine: {', '.join(machine.transports) or 'none'}",
+            )
         tokens = max(settings.prompt_tokens + 1, settings.context + DECODED)
         SettingsError.unless(
             tokens <= config.context_length,
@@ -157,6 +135,38 @@ class Planning:
                 )
                 needed = max(needed, made)
         check_disk(needed)
+
+    def run(self) -> PlanReport:
+        """Measure and predict. Raises TsqpError."""
+        settings = self._settings
+        if settings.machine is not None:
+            self._say("measuring products, to compare them with the machine's")
+            gops, gb_per_s = kernel_rates(sorted({1, self._threads}))
+            machine, last = settings.machine, settings.cores - 1
+            self._instead = Instead(
+                alone=gops[0] / machine.int8_gops[0],
+                shared=gops[-1] / machine.int8_gops[last],
+                weights=gb_per_s[-1] / machine.gb_per_s[last],
+                transport=machine.transports[settings.transport],
+            )
+        return PlanReport(
+            machine=describe_machine(),
+            model=self._shape.name,
+            num_hidden_layers=self._config.num_hidden_layers,
+            dtype=settings.dtype or self._config.dtype,
+            gpu=settings.profile.name,
+            transport=settings.transport,
+            link_gbps=settings.link.gbps,
+            link_rtt_us=settings.link.rtt_us,
+            tee_cores=settings.cores,
+            measured_threads=self._threads,
+            prompt_tokens=settings.prompt_tokens,
+            context=settings.context,
+            batch=settings.batch,
+            micro_batches=settings.micro_batches,
+            tensor_parallel=settings.tensor_parallel,
+            policies=tuple(self._plan(name, policy) for name, policy in settings.policies),
+        )
 
     def _few_layers(self, policy: Policy, layer: int) -> tuple[Policy, Shape]:
         """Return a few layers like one of the whole model's: what places them, and their shape.
@@ -226,14 +236,6 @@ class Planning:
                 decode=crossover(hardware, rpcs_of(costs.decode, costs.order)),
                 prefill=crossover(hardware, rpcs_of(costs.prefill[0], costs.order)),
             )
-        memory = tee_parts(
-            config,
-            policy,
-            tokens=max(settings.prompt_tokens, settings.context),
-            sequences=settings.batch,
-            itemsize=self._itemsize,
-            step_tokens=settings.step_tokens,
-        )
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
@@ -246,34 +248,68 @@ class Planning:
             tokens_per_s=settings.batch * 1e6 / decode.total_us,
             sustained_tokens_per_s=settings.batch * 1e6 / (decode.total_us + made_us),
             pads=making,
-            tee_memory_bytes=sum(memory.values()),
+            tee_memory_bytes=sum(
+                tee_parts(
+                    config,
+                    policy,
+                    tokens=max(settings.prompt_tokens, settings.context),
+                    sequences=settings.batch,
+                    itemsize=self._itemsize,
+                    step_tokens=settings.step_tokens,
+                ).values()
+            ),
             assumptions=tuple(self._assumptions(policy, costs)),
             several=several,
         )
 
     def _costs(self, name: str, policy: Policy) -> Costs:
         """Measure every kind of layer that the policy makes of the model's."""
-        kinds = self._kinds[name]
+        settings, kinds = self._settings, self._kinds[name]
         different = sorted(set(kinds))
         measured: list[Costs] = []
         pads: PadMaking | None = None
         for layer in different:
-            with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as folder:
-                found = self._measure(Path(folder), policy, layer)
+            alike, shape = self._few_layers(policy, layer)
+            few = shape.config()
+            with tempfile.TemporaryDirectory(prefix="tsqp-plan-") as made, ExitStack() as running:
+                folder = Path(made)
+                self._say(f"{policy.name}: making {few.num_hidden_layers} layers of {shape.name}")
+                linear = needs_linear(alike, few)
+                model = in_fresh_process(
+                    prepare.write_random_model, folder / "model", shape, linear
+                )
+                if alike.arithmetic == "int8":
+                    model = prepare.calibration(model, folder)
+                if alike.verified:
+                    # Services answer with zeros, which is what these weights give.
+                    model = in_fresh_process(prepare.write_hollow, model, folder / "hollow")
+                bank = prepare.pad_bank(
+                    model, alike, pads_needed(alike, settings), folder / "pads", zeros=True
+                )
+                self._say(f"{policy.name}: measuring them")
+                services = prepare.start_services(running, policy, model, folder, settings)
+                found = in_fresh_process(
+                    measure,
+                    replace(settings, policies=()),
+                    alike,
+                    model,
+                    [endpoint for _, endpoint in services],
+                    bank,
+                    self._threads,
+                    where=f"policy {policy.name}",
+                )
             measured.append(found)
             if found.pads is not None and pads is None:
                 # Of the whole model, at the rate of some layers' products.
-                alike, few = self._few_layers(policy, layer)
                 part, whole = (
                     sum(map(product_operations, pad_layouts(placed, config).values()))
-                    for placed, config in ((alike, few.config()), (policy, self._config))
+                    for placed, config in ((alike, few), (policy, self._config))
                 )
                 more = whole / part
                 pads = found.pads.scaled(token=more, cpu=more)
-        _, few = self._few_layers(policy, different[0])
         return Costs(
             threads=self._threads,
-            layers=few.config().num_hidden_layers,
+            layers=self._few_layers(policy, different[0])[1].config().num_hidden_layers,
             order=[different.index(kind) for kind in kinds],
             prefill=[
                 _with_kinds(steps) for steps in zip(*(one.prefill for one in measured), strict=True)
@@ -281,36 +317,6 @@ class Planning:
             decode=_with_kinds([one.decode for one in measured]),
             pads=pads,
         )
-
-    def _measure(self, folder: Path, policy: Policy, layer: int) -> Costs:
-        settings = self._settings
-        alike, shape = self._few_layers(policy, layer)
-        config = shape.config()
-        self._say(f"{policy.name}: making {config.num_hidden_layers} layers of {shape.name}")
-        model = in_fresh_process(
-            prepare.write_random_model, folder / "model", shape, needs_linear(alike, config)
-        )
-        if alike.arithmetic == "int8":
-            model = prepare.calibration(model, folder)
-        if alike.verified:
-            # Services answer with zeros, which is what these weights give.
-            model = in_fresh_process(prepare.write_hollow, model, folder / "hollow")
-        bank = prepare.pad_bank(
-            model, alike, pads_needed(alike, settings), folder / "pads", zeros=True
-        )
-        self._say(f"{policy.name}: measuring them")
-        with ExitStack() as running:
-            services = prepare.start_services(running, policy, model, folder, settings)
-            return in_fresh_process(
-                measure,
-                replace(settings, policies=()),
-                alike,
-                model,
-                [endpoint for _, endpoint in services],
-                bank,
-                self._threads,
-                where=f"policy {policy.name}",
-            )
 
     def _assumptions(self, policy: Policy, costs: Costs) -> Iterator[str]:
         settings = self._settings
@@ -392,8 +398,9 @@ def show(report: PlanReport, console: Console) -> None:
         console.print()
         console.print(definitions(_figures(found, report)))
         console.print()
-        prompt = f"Up to the first token of a prompt of {report.prompt_tokens}"
-        console.print(_parts(prompt, found.prefill))
+        console.print(
+            _parts(f"Up to the first token of a prompt of {report.prompt_tokens}", found.prefill)
+        )
         together = "one sequence" if report.batch == 1 else f"{report.batch} sequences together"
         step = f"One decode step of {together}, context {report.context}"
         console.print(_parts(step, found.decode))
@@ -414,7 +421,11 @@ def _figures(found: PolicyPlan, report: PlanReport) -> Iterator[tuple[str, str]]
         yield f"--tensor-parallel {report.tensor_parallel}", f"{text} {prefill:.2f}"
         for when, where in (("decode", several.decode), ("prompt", several.prefill)):
             if where is not None:
-                yield f"pays, {when}", _pays(where)
+                least, largest = map(
+                    bytes_for_people, (where.weight_bytes or 0, where.largest_bytes)
+                )
+                pays = "no weight" if where.weight_bytes is None else f"weights from {least}"
+                yield f"pays, {when}", f"for {pays}; the largest that leaves has {largest}"
     if found.pads is not None:
         rate = f"{found.sustained_tokens_per_s:.1f} tokens/s of all together"
         made = f"{found.pads.token_ms:.2f} ms to make a token's pads"
@@ -426,13 +437,6 @@ def _figures(found: PolicyPlan, report: PlanReport) -> Iterator[tuple[str, str]]
         text = f"decode {decode:.2f} times as fast, {sustained:.2f} sustained; first token"
         yield f"beside {BEST_ALONE}", f"{text} {alone.ttft_ms / found.ttft_ms:.2f}"
     yield "TEE memory", f"about {bytes_for_people(found.tee_memory_bytes)}"
-
-
-def _pays(where: Crossover) -> str:
-    largest = f"the largest that leaves has {bytes_for_people(where.largest_bytes)}"
-    if where.weight_bytes is None:
-        return f"for no weight; {largest}"
-    return f"for weights from {bytes_for_people(where.weight_bytes)}; {largest}"
 
 
 def _held_back(found: Prediction) -> str:

@@ -250,17 +250,10 @@ def _busy(turns: Sequence[Turn], latency_us: float) -> dict[PartName, float]:
             pieces.append(replace(trip, wire_us=beyond_us))
             busy["link latency"] += latency_us
         for part in PARTS:
-            names = _FIELDS.get(part, ())
-            busy[part] += sum(getattr(piece, name, 0.0) for piece in pieces for name in names)
+            busy[part] += sum(
+                getattr(piece, name, 0.0) for piece in pieces for name in _FIELDS.get(part, ())
+            )
     return busy
-
-
-@dataclass(slots=True)
-class _Turns:
-    turns: deque[Turn]
-    ready_us: float = 0.0
-    receive_us: float = 0.0
-    has_begun: bool = False
 
 
 def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
@@ -270,19 +263,21 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
     """
     # When each service, its accelerator and both ways of its link are free, in microseconds.
     up, service, gpu, down = (defaultdict[int, float](float) for _ in range(4))
-    waiting = deque(_Turns(deque(turns)) for turns in lanes)
-    last = waiting.popleft()
-    running = deque([last])
+    # Of each lane the turns that it has left, when its replies are there, and taking them in.
+    left = [deque(turns) for turns in lanes]
+    ready_us, receive_us = ([0.0] * len(lanes) for _ in range(2))
+    last, running = 0, deque([0])
     # Requests under way at the same time keep a service busy beyond their own computing.
     handling = _SERVICE_SHARE if len(lanes) > 1 else 0.0
     now = 0.0
     while running:
         lane = running.popleft()
-        now = max(now, lane.ready_us) + lane.receive_us
-        turn = lane.turns.popleft()
+        has_begun = len(left[lane]) < len(lanes[lane])
+        now = max(now, ready_us[lane]) + receive_us[lane]
+        turn = left[lane].popleft()
         # What keeps the TEE's thread busy before anything is sent.
         now += turn.weights_us + turn.tee_us + turn.mask_us + turn.message_us
-        lane.ready_us = lane.receive_us = 0.0
+        ready_us[lane] = receive_us[lane] = 0.0
         for trip in turn.trips:
             at = trip.service
             now += trip.send_us
@@ -293,12 +288,11 @@ def play(lanes: Sequence[Sequence[Turn]], latency_us: float) -> float:
             service[at] = read + more * handling
             gpu[at] = max(gpu[at], read) + trip.gpu_us
             down[at] = max(down[at], gpu[at]) + trip.down_us
-            lane.ready_us = max(lane.ready_us, down[at] + (latency_us + more) / 2)
-            lane.receive_us += trip.receive_us
-        if lane.turns:
+            ready_us[lane] = max(ready_us[lane], down[at] + (latency_us + more) / 2)
+            receive_us[lane] += trip.receive_us
+        if left[lane]:
             running.append(lane)
-        if lane is last and (lane.has_begun or not lane.turns) and waiting:
-            last = waiting.popleft()
+        if lane == last < len(lanes) - 1 and (has_begun or not left[lane]):
+            last += 1
             running.appendleft(last)
-        lane.has_begun = True
     return now

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from tee_side.protect.masks.mask import MaskedProduct
 from tee_side.protect.randomness import Randomness
 
 _MANTISSA_BITS = 53
@@ -64,13 +63,3 @@ def orthogonal(randomness: Randomness, n: int) -> torch.Tensor:
     flips = torch.where(r.diagonal() < 0, -1.0, 1.0)
     rotation: torch.Tensor = q * flips
     return rotation
-
-
-def shuffled_product(
-    a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
-) -> MaskedProduct:
-    """Shuffle all three axes of a product; `unmask` puts the rows and columns of y in order."""
-    m, j, n = (permutation(randomness, size) for size in (*a_BMJ.shape[1:], b_BJN.shape[2]))
-    back_m, back_n = m.argsort(), n.argsort()
-    a, b = a_BMJ[:, m][:, :, j], b_BJN[:, j][:, :, n]
-    return MaskedProduct(a, b, lambda y_BMN: y_BMN[:, back_m][:, :, back_n])

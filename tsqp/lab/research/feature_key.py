@@ -174,7 +174,12 @@ class FeatureKey(BaseModel):
         the mask cannot fold.
         """
         self._check_mask(mask)
-        return site_transforms(mask, config, bytes.fromhex(self.seed), gains)
+        seed = bytes.fromhex(self.seed)
+        return {
+            (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
+            for layer, (attention, mlp) in enumerate(gains)
+            for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
+        }
 
     def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
         """Make the residual stream's map. Raises FeatureKeyError for another mask."""
@@ -185,20 +190,6 @@ class FeatureKey(BaseModel):
 def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
     """Make the map of the residual stream, the same one each time."""
     return mask.keyed(config, Randomness(seed).derive(b"segment"))
-
-
-def site_transforms(
-    mask: FeatureMask,
-    config: ModelConfig,
-    seed: bytes,
-    gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> dict[Site, KeyedTransform]:
-    """Make the maps of all sites of some layers; see `FeatureKey.transforms` for `gains`."""
-    return {
-        (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
-        for layer, (attention, mlp) in enumerate(gains)
-        for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
-    }
 
 
 def site_transform(

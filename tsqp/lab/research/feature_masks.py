@@ -297,11 +297,6 @@ class RotationMask(Mask):
         """
         return math.sqrt(config.hidden_size) if self.kind == "feature" else embedding()
 
-    def statement(self, longest: float) -> str:
-        """Say what the noise guarantees for rows at most `longest` long."""
-        one, hundred = (f"{self.epsilon(longest, rows):.4g}" for rows in (1, 100))
-        return self.says.format(one=one, hundred=hundred, delta=f"{self.delta:g}")
-
     def epsilon(self, longest: float, rows: int = 1) -> float:
         """Return epsilon at `delta` of the noise (differential privacy); infinite without noise.
 
@@ -311,6 +306,18 @@ class RotationMask(Mask):
         if self.sigma == 0:
             return math.inf
         return gaussian_epsilon(2 * math.sqrt(rows) * longest / self.sigma, self.delta)
+
+
+def noise_of(mask: Mask, config: ModelConfig, embedding: Callable[[], float]) -> str | None:
+    """Say what the noise of a mask guarantees for a model; None without noise.
+
+    `embedding`: see `RotationMask.longest_row`.
+    """
+    if not isinstance(mask, RotationMask) or mask.sigma == 0:
+        return None
+    longest = mask.longest_row(config, embedding)
+    one, hundred = (f"{mask.epsilon(longest, rows):.4g}" for rows in (1, 100))
+    return mask.says.format(one=one, hundred=hundred, delta=f"{mask.delta:g}")
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

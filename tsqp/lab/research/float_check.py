@@ -11,6 +11,7 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors, U rows 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from protocol.messages import (
     LMHeadRequest,
     MatmulRequest,
     ModuleName,
+    Request,
     part_of,
 )
 from protocol.model.checkpoint import lm_head_name, module_name
@@ -209,14 +211,27 @@ def root_mean_square(x: torch.Tensor) -> torch.Tensor:
     return root
 
 
+class ByAnswer(ABC):
+    """A `ResultCheck` that looks at each answer to a refused result by itself."""
+
+    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
+        """See `ResultCheck.wrong`."""
+        return [index for index, claim in enumerate(claims) if not self._is_right(*claim, in_time)]
+
+    @abstractmethod
+    def _is_right(
+        self, request: Request, y: torch.Tensor, part: Columns, in_time: InTime
+    ) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class FloatProductCheck:
+class FloatProductCheck(ByAnswer):
     """A `ResultCheck` of an operator that multiplies by a weight, without a bias.
 
     `blocks`: yields what the modules of a request multiply by in a part of their columns, as a
     service holds it.
     `transformed`: services hold other weights than the TEE does, so that none of their answers can
-    be computed once more.
+    be computed once more: every one counts as wrong.
     """
 
     vectors: FloatCheck = field(repr=False)
@@ -228,28 +243,23 @@ class FloatProductCheck:
         """See `ResultCheck.holds`."""
         return self.vectors.holds(x_TI, y_TO, sent, self.tolerance)
 
-    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`. Of transformed weights, every claim counts as wrong."""
+    def _is_right(self, request: Request, y: torch.Tensor, part: Columns, in_time: InTime) -> bool:
         if self.transformed:
-            return range(len(claims))
-        near, wrong = self.tolerance.of_answers(), []
-        for index, (request, y, part) in enumerate(claims):
-            match request:
-                case LinearRequest(module_names=modules, hidden_states=hidden):
-                    x, blocks = to_torch(hidden), self.blocks(modules, part)
-                case LMHeadRequest(hidden_states=hidden):
-                    x, blocks = to_torch(hidden), self.blocks((), part)
-                case _:
-                    raise LookupError(f"an answer to {request.method} of a product of floats")
-            if not within_tolerance(x, in_time(blocks, len(x)), y, near):
-                wrong.append(index)
-        return wrong
+            return False
+        match request:
+            case LinearRequest(module_names=modules, hidden_states=hidden):
+                x, blocks = to_torch(hidden), self.blocks(modules, part)
+            case LMHeadRequest(hidden_states=hidden):
+                x, blocks = to_torch(hidden), self.blocks((), part)
+            case _:
+                raise LookupError(f"an answer to {request.method} of a product of floats")
+        return within_tolerance(x, in_time(blocks, len(x)), y, self.tolerance.of_answers())
 
 
 # ---------------------------------------------------------- embeddings and products of activations
 
 
-class EmbeddingCheck:
+class EmbeddingCheck(ByAnswer):
     """Compares rows with those of the table."""
 
     def __init__(self, table_VD: torch.Tensor) -> None:
@@ -259,22 +269,17 @@ class EmbeddingCheck:
         """Say whether these are the rows of the table, which -0.0 for 0.0 is, too."""
         return torch.equal(embedding(x, self._table_VD), y)
 
-    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`. The output of a part is its own: zeros for other parts' ids."""
-        return [
-            index
-            for index, (request, y, part) in enumerate(claims)
-            if not isinstance(request, EmbeddingRequest)
-            or not torch.equal(self._rows_of(to_torch(request.input_ids), part), y)
-        ]
-
-    def _rows_of(self, ids: torch.Tensor, part: Columns) -> torch.Tensor:
-        mine = part_of(len(self._table_VD), *part)
+    def _is_right(self, request: Request, y: torch.Tensor, part: Columns, in_time: InTime) -> bool:
+        if not isinstance(request, EmbeddingRequest):
+            return False
+        # The output of a part is its own: zeros for other parts' ids.
+        mine, ids = part_of(len(self._table_VD), *part), to_torch(request.input_ids)
         theirs = (ids < mine.start) | (ids >= mine.stop)
-        return embedding(ids, self._table_VD).masked_fill(theirs[..., None], 0)
+        rows = embedding(ids, self._table_VD).masked_fill(theirs[..., None], 0)
+        return torch.equal(rows, y)
 
 
-class ProductCheck:
+class ProductCheck(ByAnswer):
     """Checks a product of two activations, of which nothing is known ahead."""
 
     def __init__(self, tolerance: Tolerance, randomness: Randomness) -> None:
@@ -296,20 +301,14 @@ class ProductCheck:
         error_BM = root_mean_square(y.double() @ s_Nk - expected_BMk)
         return self._tolerance.allows(error_BM, size_BM, N)
 
-    def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
-        """See `ResultCheck.wrong`."""
-        near, wrong = self._tolerance.of_answers(), []
-        for index, (request, y_BMN, _) in enumerate(claims):
-            if not isinstance(request, MatmulRequest):
-                raise LookupError(f"an answer to {request.method} of an attention product")
-            a_BMJ, b_BJN = to_torch(request.a), to_torch(request.b)
-            right = (
-                within_tolerance(a, in_time(iter([(slice(0, b.shape[1]), b.t())]), len(a)), y, near)
-                for a, b, y in zip(a_BMJ, b_BJN, y_BMN, strict=True)
-            )
-            if not all(right):
-                wrong.append(index)
-        return wrong
+    def _is_right(self, request: Request, y: torch.Tensor, part: Columns, in_time: InTime) -> bool:
+        if not isinstance(request, MatmulRequest):
+            raise LookupError(f"an answer to {request.method} of an attention product")
+        a_BMJ, b_BJN, near = to_torch(request.a), to_torch(request.b), self._tolerance.of_answers()
+        return all(
+            within_tolerance(a, in_time(iter([(slice(0, b.shape[1]), b.t())]), len(a)), y_MN, near)
+            for a, b, y_MN in zip(a_BMJ, b_BJN, y, strict=True)
+        )
 
 
 # ------------------------------------------------------------------------- weights of linear sites

@@ -6,7 +6,7 @@ them in the clear, and checks results where the policy says so. Shape suffixes a
 """
 
 from collections.abc import Awaitable, Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Literal, cast
 
 import torch
@@ -26,7 +26,7 @@ from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
-from tee_side.words import Operator, Phase, Site
+from tee_side.words import PRODUCTS, Operator, Phase, Site
 from tsqp.lab.research.float_check import (
     EmbeddingCheck,
     FloatSecrets,
@@ -45,16 +45,21 @@ _HEAD: Site = (0, "lm_head")
 _LARGEST_CONVERTED = 2**19
 
 
-class RemoteEmbedding:
-    """Looks token ids up at a service. GPU sees: the token ids, as the mask leaves them."""
+class _Remote:
+    """What is the same for all of them; see `RegisteredOperator`."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
+
+
+class RemoteEmbedding(_Remote):
+    """Looks token ids up at a service. GPU sees: the token ids, as the mask leaves them."""
+
+    @cached_property
+    def _check(self) -> EmbeddingCheck:
         # By the table itself: a lookup has nothing to be checked with that is smaller.
-        if _verified(parts, "embedding"):
-            shape = light_tensors(parts.config)[EMBEDDING]
-            table_VD = load_tensor(parts.checkpoint, EMBEDDING, shape, dtype=parts.dtype)
-            self._check = EmbeddingCheck(table_VD)
+        parts, shape = self._parts, light_tensors(self._parts.config)[EMBEDDING]
+        return EmbeddingCheck(load_tensor(parts.checkpoint, EMBEDDING, shape, dtype=parts.dtype))
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -67,14 +72,14 @@ class RemoteEmbedding:
         )
 
 
-class RemoteLMHead:
+class RemoteLMHead(_Remote):
     """Computes logits at a service. GPU sees: final hidden states, as the mask leaves them."""
 
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
-        if _verified(parts, "lm_head"):
-            weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
-            self._secrets = FloatSecrets.draw([_HEAD], weights, Randomness())
+    @cached_property
+    def _secrets(self) -> FloatSecrets:
+        parts = self._parts
+        weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
+        return FloatSecrets.draw([_HEAD], weights, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -88,21 +93,19 @@ class RemoteLMHead:
         )
 
 
-class RemoteAttention:
+class RemoteAttention(_Remote):
     """Attention whose products are computed at a service, one or both of them.
 
     GPU sees: scaled queries and all keys; probabilities and all values; as the mask leaves them.
     """
 
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
-
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
     ) -> Callable[..., Awaitable[Tensor]]:
         """See `tee_side.model.operators.RemoteAttention`."""
-        scores = self._product("attn_scores", layer, phase, settings, randomness)
-        values = self._product("attn_values", layer, phase, settings, randomness)
+        scores, values = (
+            self._product(operator, layer, phase, settings, randomness) for operator in PRODUCTS
+        )
         H, K, C = self._parts.config.heads
         G = H // K
 
@@ -130,12 +133,17 @@ class RemoteAttention:
         randomness: Randomness,
     ) -> ProductCall:
         placement = self._parts.policy.at(operator, layer, phase)
-        if placement.place == "tee":
-            return product_here(operator, layer, settings)
-        tolerance = Tolerance.of(self._parts.dtype, placement.mask)
-        verified = placement.verify != "none"
-        check = ProductCheck(tolerance, Randomness()) if verified else UNVERIFIED
-        return product_call(operator, layer, placement.mask, check, settings, randomness)
+        if placement.place != "tee":
+            tolerance = Tolerance.of(self._parts.dtype, placement.mask)
+            verified = placement.verify != "none"
+            check = ProductCheck(tolerance, Randomness()) if verified else UNVERIFIED
+            return product_call(operator, layer, placement.mask, check, settings, randomness)
+        compute = timed(product, settings.observer, operator, layer)
+
+        async def call(operands: tuple[Tensor, Tensor]) -> Tensor:
+            return compute(operands)
+
+        return call
 
 
 # ------------------------------------------------------------------- operators of one row a token
@@ -172,14 +180,12 @@ def rows_call(
     @lru_cache(MAX_PREPARED)
     def requests(shape: tuple[int, ...], sent: torch.dtype) -> tuple[PreparedRequest, ...]:
         wire = WireTensor(short_name(sent), tuple(shape), b"")
-        prepared = PreparedRequest(
+        message = (
             EmbeddingRequest(input_ids=wire, dtype=name)
             if looked_up
-            else LMHeadRequest(hidden_states=wire),
-            (shape[0], width),
-            name,
+            else LMHeadRequest(hidden_states=wire)
         )
-        return (prepared,)
+        return (PreparedRequest(message, (shape[0], width), name),)
 
     plan = CallPlan(
         operator=operator,
@@ -277,31 +283,22 @@ def _check_product(
         )
 
 
+def product(operands: tuple[Tensor, Tensor]) -> Tensor:
+    """Multiply both in the TEE, where the policy keeps one product and the other one leaves."""
+    a, b = operands
+    # Half precision in float32 where that is cheaper, rounded once: its kernels are
+    # compiled for every shape, and in decode the context's is new in each step.
+    if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
+        return torch.matmul(a, b)
+    return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+
 def softmax(scores: Tensor, causal_mask: Tensor | None) -> Tensor:
     """Softmax over the last axis in float32, cast back; hidden keys get probability 0."""
     scores32 = scores.to(torch.float32)
     if causal_mask is not None:
         scores32 = scores32.masked_fill(causal_mask, float("-inf"))
     return scores32.softmax(-1).to(scores.dtype)
-
-
-def product_here(operator: Operator, layer: int, settings: CallSettings) -> ProductCall:
-    """Return a product that the policy keeps in the TEE while the other one leaves."""
-
-    def product(operands: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = operands
-        # Half precision in float32 where that is cheaper, rounded once: its kernels are
-        # compiled for every shape, and in decode the context's is new in each step.
-        if a.dtype is torch.float32 or b.numel() > _LARGEST_CONVERTED:
-            return torch.matmul(a, b)
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
-
-    compute = timed(product, settings.observer, operator, layer)
-
-    async def call(operands: tuple[Tensor, Tensor]) -> Tensor:
-        return compute(operands)
-
-    return call
 
 
 # ------------------------------------------------------------------------------------------ shared
@@ -311,7 +308,3 @@ def _row_mask(mask: Mask | None) -> RowMask | None:
     if mask is None or isinstance(mask, RowMask):
         return mask
     raise PolicyError(f"mask {mask.name}", got=type(mask).__name__, expected="a RowMask")
-
-
-def _verified(parts: RunParts, operator: Operator) -> bool:
-    return any(placement.verify != "none" for placement in parts.policy.operators[operator])

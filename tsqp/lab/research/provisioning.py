@@ -11,9 +11,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,7 +44,7 @@ from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.protect.masks.mask import FeatureMask, KeyedSegment, Mask, ProvisionedMask
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
-from tsqp.lab.research.feature_masks import RotationMask
+from tsqp.lab.research.feature_masks import noise_of
 
 CONFIG_FILE = "config.json"
 
@@ -87,61 +87,6 @@ def provision(
 
     GPU side gets: `server_dir`, and must not get `key_path`.
     """
-    checked = _provisioned_mask(mask)
-    server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
-    _check_outputs(server_dir, key_path)
-    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
-    checkpoint.require(light_tensors(config) | linear_tensors(config))
-    checkpoint.refuse_extra(config)
-
-    # Beside the directory that it becomes: a rename within a file system is one step.
-    draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
-    seed = secrets.token_bytes(KEY_BYTES)
-    conversion = _Conversion(config, checkpoint, checked, seed)
-    try:
-        draft.mkdir()
-        shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
-        holds, shards = conversion.shards()
-        if holds == "model" and config.tie_word_embeddings:
-            # The LM head has a weight of its own there.
-            settings = read_json(draft / CONFIG_FILE) | {"tie_word_embeddings": False}
-            text = json.dumps(settings, indent=2) + "\n"
-            (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
-        weight_bytes = _write_weights(shards, draft, progress)
-        key = FeatureKey.bind(
-            mask=checked.name,
-            options=checked.model_dump(mode="json"),
-            seed=seed.hex(),
-            model_digest=model_digest(config, checkpoint),
-            linear_digest=linear_digest(config, checkpoint),
-            server_linear_digest=linear_digest(config, Checkpoint(draft)),
-        )
-        marker = Provision(mask=checked.name, provision_id=key.provision_id, holds=holds)
-        # The last file, so that a partial directory is none.
-        with (draft / PROVISION_FILE).open("x", encoding="utf-8") as file:
-            file.write(json.dumps(marker.model_dump(), indent=2) + "\n")
-        # The key first, because a directory without its key is worthless and does not look so: an
-        # operator would copy it to the server, where nothing can undo the mask. A key without its
-        # directory, after a crash between the two, is a small file that fits nothing.
-        key.save(key_path)
-        try:
-            draft.rename(server_dir)
-        except BaseException as error:
-            key_path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise ModelError(
-                    str(server_dir),
-                    got=error.strerror or type(error).__name__,
-                    expected="a new or an empty directory",
-                ) from None
-            raise
-    finally:
-        # Not there any more where all went well.
-        shutil.rmtree(draft, ignore_errors=True)
-    return Provisioned(config, weight_bytes, holds, conversion.noise(), key)
-
-
-def _provisioned_mask(mask: Mask) -> ProvisionedMask:
     if not isinstance(mask, ProvisionedMask):
         raise MaskError(
             f"mask {mask.name}",
@@ -159,7 +104,57 @@ def _provisioned_mask(mask: Mask) -> ProvisionedMask:
         ValidationError, f"mask {mask.name}", "this name", "lower-case letters, digits and -"
     ):
         Provision(mask=mask.name, provision_id="0" * 64)
-    return mask
+    server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
+    _check_outputs(server_dir, key_path)
+    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
+    shapes = light_tensors(config) | linear_tensors(config)
+    checkpoint.require(shapes)
+    checkpoint.refuse_extra(config)
+
+    # Beside the directory that it becomes: a rename within a file system is one step.
+    draft = server_dir.with_name(f".{server_dir.name}.{secrets.token_hex(8)}.partial")
+    seed = secrets.token_bytes(KEY_BYTES)
+    conversion = _Conversion(config, checkpoint, mask, seed, shapes)
+    try:
+        draft.mkdir()
+        shutil.copyfile(model_dir / CONFIG_FILE, draft / CONFIG_FILE)
+        holds, shards = conversion.shards()
+        if holds == "model" and config.tie_word_embeddings:
+            # The LM head has a weight of its own there.
+            settings = read_json(draft / CONFIG_FILE) | {"tie_word_embeddings": False}
+            text = json.dumps(settings, indent=2) + "\n"
+            (draft / CONFIG_FILE).write_text(text, encoding="utf-8")
+        weight_bytes = _write_weights(shards, draft, progress)
+        key = FeatureKey.bind(
+            mask=mask.name,
+            options=mask.model_dump(mode="json"),
+            seed=seed.hex(),
+            model_digest=model_digest(config, checkpoint),
+            linear_digest=linear_digest(config, checkpoint),
+            server_linear_digest=linear_digest(config, Checkpoint(draft)),
+        )
+        marker = Provision(mask=mask.name, provision_id=key.provision_id, holds=holds)
+        # The last file, so that a partial directory is none.
+        (draft / PROVISION_FILE).write_text(
+            json.dumps(marker.model_dump(), indent=2) + "\n", encoding="utf-8"
+        )
+        # The key first, because a directory without its key is worthless and does not look so: an
+        # operator would copy it to the server, where nothing can undo the mask. A key without its
+        # directory, after a crash between the two, is a small file that fits nothing.
+        key.save(key_path)
+        with ModelError.for_os(str(server_dir), "a new or an empty directory"):
+            try:
+                draft.rename(server_dir)
+            except BaseException:
+                key_path.unlink(missing_ok=True)
+                raise
+    finally:
+        # Not there any more where all went well.
+        shutil.rmtree(draft, ignore_errors=True)
+    rows = checkpoint.blocks(EMBEDDING, shapes[EMBEDDING])
+    lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
+    noise = noise_of(mask, config, lambda: max(lengths))
+    return Provisioned(config, weight_bytes, holds, noise, key)
 
 
 def _check_outputs(server_dir: Path, key_path: Path) -> None:
@@ -204,8 +199,7 @@ def _check_outputs(server_dir: Path, key_path: Path) -> None:
             anew,
         ),
     ):
-        if refused:
-            raise error(str(path), got=got, expected=expected)
+        error.unless(not refused, str(path), got, expected)
 
 
 def _write_weights(shards: list[Shard], directory: Path, progress: Progress | None) -> int:
@@ -243,13 +237,14 @@ class _Conversion:
     """The tensors of a model as the server of a mask gets them, shard by shard.
 
     Each is in the dtype that the model has it in. What makes them raises ModelError and MaskError
-    that name a tensor.
+    that name a tensor. `shapes`: of all tensors of the model.
     """
 
     config: ModelConfig
     checkpoint: Checkpoint
     mask: ProvisionedMask
     seed: bytes
+    shapes: Mapping[str, tuple[int, ...]]
 
     def shards(self) -> tuple[Holds, list[Shard]]:
         """Return what the server will hold, and what makes it: a shard per layer, or one more."""
@@ -262,23 +257,10 @@ class _Conversion:
             return "layers", shards
         return "model", [*shards, partial(self._head, keyed)]
 
-    def noise(self) -> str | None:
-        """Say what the noise of the mask guarantees for this model; None without noise."""
-        mask: Mask = self.mask
-        if not isinstance(mask, RotationMask) or mask.sigma == 0:
-            return None
-        rows = self.checkpoint.blocks(EMBEDDING, self._shapes[EMBEDDING])
-        lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
-        return mask.statement(mask.longest_row(self.config, lambda: max(lengths)))
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return light_tensors(self.config) | linear_tensors(self.config)
-
     def _read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Read a tensor, in the model's own dtype unless another one is asked for."""
         dtype = dtype or self.checkpoint.rows(name, 0, 1).dtype
-        return load_tensor(self.checkpoint, name, self._shapes[name], dtype=dtype)
+        return load_tensor(self.checkpoint, name, self.shapes[name], dtype=dtype)
 
     def _stored(self, name: str, made: torch.Tensor) -> torch.Tensor:
         """Return a transformed tensor in the dtype that the model has it in, float32 if in none."""
@@ -323,7 +305,7 @@ class _Conversion:
         tensors, norms = Tensors(), read(norm_names(self.config, layer).values())
         for module in (module for modules in FUSED_MODULES.values() for module in modules):
             start = f"{module_name(self.config, layer, module)}."
-            own = [name for name in self._shapes if name.startswith(start)]
+            own = [name for name in self.shapes if name.startswith(start)]
             tensors |= {
                 prefix + short: self._stored(prefix + short, made)
                 for short, made in keyed.layer(layer, norms | read(own)).items()

@@ -11,7 +11,6 @@ from tsqp.lab.research.draws import (
     integers,
     orthogonal,
     permutation,
-    shuffled_product,
     signs,
     uniform,
 )
@@ -53,13 +52,23 @@ class RowPermutation(RowMask):
         self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
     ) -> MaskedProduct:
         """Shuffle all three axes. GPU sees: both operands with rows and columns shuffled."""
-        return shuffled_product(a_BMJ, b_BJN, randomness)
+        return _shuffled_product(a_BMJ, b_BJN, randomness)
 
     @staticmethod
     def _shuffled(rows: torch.Tensor, real: int, randomness: Randomness) -> Masked:
         order = permutation(randomness, len(rows))
         back = order.argsort()[:real]
         return Masked((rows[order],), lambda y: y[back])
+
+
+def _shuffled_product(
+    a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
+) -> MaskedProduct:
+    """Shuffle all three axes of a product; `unmask` puts the rows and columns of y in order."""
+    m, j, n = (permutation(randomness, size) for size in (*a_BMJ.shape[1:], b_BJN.shape[2]))
+    back_m, back_n = m.argsort(), n.argsort()
+    a, b = a_BMJ[:, m][:, :, j], b_BJN[:, j][:, :, n]
+    return MaskedProduct(a, b, lambda y_BMN: y_BMN[:, back_m][:, :, back_n])
 
 
 class RowMix(RowMask):
@@ -103,7 +112,7 @@ class RowMix(RowMask):
         self, a_BMJ: torch.Tensor, b_BJN: torch.Tensor, randomness: Randomness
     ) -> MaskedProduct:
         """Shuffle and scale all three axes. GPU sees: both operands shuffled and scaled."""
-        shuffled = shuffled_product(a_BMJ, b_BJN, randomness)
+        shuffled = _shuffled_product(a_BMJ, b_BJN, randomness)
         sizes = (*a_BMJ.shape[1:], b_BJN.shape[2])
         d1, d2, d3 = (_diagonal(randomness, size).to(a_BMJ.dtype)[:, 0] for size in sizes)
         a = shuffled.a * d1[:, None] * d2
