@@ -21,12 +21,11 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import Operator, is_linear
 from tests.kit import ask
 from tests.kit.model import SavedModel, make_model, policy_of, token_ids
-from tsqp.lab.leak.attack import Attack, View, Work
+from tsqp.lab.leak.attack import Attack, Trace, View, Where, Work
 from tsqp.lab.leak.model import AttackRun, Control, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import PlaySettings, Recording, Truth, play
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import Trace, Where
 from tsqp.run.settings import model_directory
 
 Message = tuple[bytes, ...]

@@ -29,14 +29,13 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import AttackError, View, Work
+from tsqp.lab.leak.attack import AttackError, Trace, View, Work
 from tsqp.lab.leak.attacks import ATTACKS, find_attacks
 from tsqp.lab.leak.attacks.vocabulary import Logits
 from tsqp.lab.leak.laboratory import weakened_policies
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import Recording
-from tsqp.lab.leak.trace import Trace
 
 # Tokens of two prompts, and of two answers but for the one that is sampled last.
 PROMPTS, ANSWERS = 9 + 6, 3 + 3

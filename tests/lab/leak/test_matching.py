@@ -21,13 +21,12 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import TOP, Attack, Work
+from tsqp.lab.leak.attack import TOP, Attack, Trace, Where, Work
 from tsqp.lab.leak.attacks.beam_search import NoiseAveraging
 from tsqp.lab.leak.attacks.first_layer import LowDimensionalPads, PadReuse
 from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import Trace, Where
 
 DEEP: Where = (1, "gate_up_proj")
 

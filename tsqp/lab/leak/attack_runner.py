@@ -23,7 +23,7 @@ from tee_side.words import PHASES
 from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.model import Report as BenchReport
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.attack import Attack, Reading, View, Where, Work, place_name
 from tsqp.lab.leak.model import (
     Adversary,
     AttackRun,
@@ -46,7 +46,6 @@ from tsqp.lab.leak.score import (
     strength,
     with_sigma,
 )
-from tsqp.lab.leak.trace import Where, place_name
 
 _HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.

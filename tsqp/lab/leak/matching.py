@@ -16,9 +16,19 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best, far_if_nan
+from tsqp.lab.leak.attack import (
+    TOP,
+    Attack,
+    Reading,
+    TraceStep,
+    View,
+    Where,
+    Work,
+    best,
+    far_if_nan,
+    place_name,
+)
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import TraceStep, Where, place_name
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.

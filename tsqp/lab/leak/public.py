@@ -31,8 +31,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.words import Site
-from tsqp.lab.leak.trace import Where
+from tee_side.words import Operator, Site
 
 _CONFIG_FILE = "config.json"
 # What is remembered of what the public model computed.
@@ -67,7 +66,7 @@ class States:
     [2, N, K, C] a layer.
     """
 
-    inputs: dict[Where, torch.Tensor]
+    inputs: dict[tuple[int | None, Operator], torch.Tensor]
     hidden_ND: torch.Tensor
     cached: tuple[torch.Tensor, ...]
 
@@ -195,7 +194,7 @@ class PublicModel:
         return states
 
     def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:
-        inputs: dict[Where, torch.Tensor] = {}
+        inputs: dict[tuple[int | None, Operator], torch.Tensor] = {}
         cached = []
 
         def kept(layer: int, operator: LinearOperator) -> Call:

@@ -47,7 +47,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import AtOnce, Headers, StepTraffic
-from tsqp.lab.leak.trace import Added, Trace, TraceError, read_frames
+from tsqp.lab.leak.attack import Added, Trace, TraceError, read_frames
 from tsqp.lab.research.provisioning import provision
 
 _TIMEOUT_MS = 60_000

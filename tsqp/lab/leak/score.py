@@ -10,11 +10,10 @@ from protocol.validation import validate_file
 from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
-from tsqp.lab.leak.attack import TOP, AttackError, Reading
+from tsqp.lab.leak.attack import TOP, AttackError, Reading, Trace
 from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordedSession, Truth, with_masks
-from tsqp.lab.leak.trace import Trace
 from tsqp.lab.research.feature_masks import RotationMask
 
 # What is counted: hits and tries, as the fields of `Score` are called.

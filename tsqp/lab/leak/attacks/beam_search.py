@@ -19,11 +19,10 @@ import torch
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import Phase, is_linear
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, Trace, View, Where, Work, place_name
 from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # By inner products: beginnings of a session that are followed up, and rows that the next is
 # compared with. With so many tokens read there are enough of these to tell beginnings apart.

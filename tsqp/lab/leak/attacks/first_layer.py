@@ -25,10 +25,9 @@ from torch.nn.functional import linear, normalize
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import Phase
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, best, place_name
 from tsqp.lab.leak.matching import FIRST, apart
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Where, place_name
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _KEYS: Where = (0, "attn_scores")

@@ -17,9 +17,8 @@ from torch.nn.functional import normalize
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import is_linear
-from tsqp.lab.leak.attack import View
+from tsqp.lab.leak.attack import View, Where
 from tsqp.lab.leak.matching import FeatureMatcher, Matcher, Matching
-from tsqp.lab.leak.trace import Where
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
 _SMALLEST_GAIN = 1e-3

@@ -21,7 +21,7 @@ from protocol.model.checkpoint import Checkpoint, lm_head_name
 from protocol.model.config import read_config
 from protocol.model.weights import CPU, load_tensor
 from protocol.tensors import to_torch
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, read_frames
 from tsqp.lab.leak.matching import (
     FIRST_PLACES,
     FeatureMatcher,
@@ -31,7 +31,6 @@ from tsqp.lab.leak.matching import (
     squares,
 )
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
 
