@@ -65,10 +65,10 @@ def recorded(
     chosen = load_policy(policy) if isinstance(policy, str) else policy
     masks = MaskSettings(calibration=model.calibration if chosen.arithmetic == "int8" else None)
     folder.mkdir(exist_ok=True)
-    played = PlaySettings(model.directory, folder, new_tokens, masks=masks, **settings)
+    played = PlaySettings(model.directory, new_tokens, masks=masks, **settings)
     draw = random.Random(0).randbytes
     with patch.object(os, "urandom", draw), patch.object(secrets, "token_bytes", draw):
-        return play(chosen, prompts, played)
+        return play(chosen, prompts, played, folder)
 
 
 def sending(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:

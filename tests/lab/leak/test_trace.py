@@ -219,7 +219,8 @@ def test_a_cloaks_service_gets_other_weights_and_no_key(
     played = play(
         load_policy(name),
         begun(4, 3),
-        PlaySettings(model.directory, folder, 2),
+        PlaySettings(model.directory, 2),
+        folder,
         lambda _done, _total: beside.append([path.name for path in folder.iterdir()]),
     )
     assert beside == [[SERVED], [SERVED]]
@@ -235,7 +236,7 @@ def test_no_key_is_left_where_logits_were_asked_for_or_it_was_refused(
 ) -> None:
     logits, refused, prompts = tmp_path / "logits", tmp_path / "refused", begun(5, 4)
     logits.mkdir()
-    found = logits_of(load_policy("cloak"), prompts, PlaySettings(model.directory, logits, 2))
+    found = logits_of(load_policy("cloak"), prompts, PlaySettings(model.directory, 2), logits)
     for ids, logits_TV in zip(prompts, found, strict=True):
         assert torch.allclose(logits_TV, model.logits(ids), atol=2e-3)
 

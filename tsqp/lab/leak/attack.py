@@ -34,6 +34,7 @@ from protocol.messages import (
 )
 from protocol.tensors import WireTensor, to_torch
 from tee_side.policy.placement import Policy, Segment
+from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
 from tsqp.lab.leak.public import PublicModel
 
@@ -246,6 +247,8 @@ def _tokens(group: Sequence[Call], phase: Phase, added: Added) -> set[int] | Non
 
 # Guesses that are scored for each token, best first.
 TOP = 5
+# Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
+LEAST_SIGMA = 1e-3
 
 
 class AttackError(InputError):
@@ -345,6 +348,12 @@ class View:
         """The policy's segments of the model."""
         return self.policy.segments(self.public.config.num_hidden_layers)
 
+    @property
+    def masked_segments(self) -> bool:
+        """Whether what segments get is masked, in any phase."""
+        placed = self.policy.operators.get("segment", ())
+        return any(one.mask is not None for one in placed)
+
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""
         found = {where for trace in self.traces for where in trace.places}
@@ -352,6 +361,28 @@ class View:
             (layer, operator)
             for layer, operator in sorted(found, key=forward_order)
             if layer is not None and (is_linear(operator) or operator == "segment")
+        ]
+
+    def sigma(self, where: Where, phase: Phase) -> float | None:
+        """Return the standard deviation of what a mask adds at a place, `LEAST_SIGMA` of none.
+
+        None where a mask does anything else.
+        """
+        layer, operator = where
+        mask = self.policy.at(operator, layer or 0, phase).mask
+        if mask is None:
+            return LEAST_SIGMA
+        if not isinstance(mask, AdditiveMask) or mask.arithmetic != "float":
+            return None
+        sigma = mask.model_dump().get("sigma")
+        return max(float(sigma), LEAST_SIGMA) if isinstance(sigma, int | float) else None
+
+    def noisy_places(self) -> list[Where]:
+        """Return those of `linear_places` where `sigma` is known, in both phases."""
+        return [
+            where
+            for where in self.linear_places()
+            if all(self.sigma(where, phase) is not None for phase in PHASES)
         ]
 
     def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
@@ -399,6 +430,9 @@ NEEDS: Mapping[str, Callable[[View], object]] = {
     "no token that every prompt begins with": lambda view: view.public.first_id is not None,
     "the tokenizer puts no token in front": lambda view: view.public.first_id is not None,
     "no activations crossed": lambda view: view.row_places(),
+    "no linear operator crossed": lambda view: view.linear_places(),
+    "the hidden axis is transformed": lambda view: view.linear_places() or not view.masked_segments,
+    "neither clear nor under noise": lambda view: view.noisy_places(),
     "no keys of layer 0 crossed": lambda view: any(
         (0, "attn_scores") in trace.places for trace in view.traces
     ),

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from protocol.errors import TsqpError
-from protocol.messages import FloatDtype
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
@@ -56,8 +55,8 @@ _CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
 NOISY_CANDIDATES = 256
 
 
-@dataclass(frozen=True)
-class LeakSettings:
+@dataclass(frozen=True, kw_only=True)
+class LeakSettings(PlaySettings):
     """One run of the laboratory.
 
     `policies`: with the name or path that each was given by; `prompts`: token ids, a session each;
@@ -70,15 +69,10 @@ class LeakSettings:
     """
 
     command: str
-    model: Path
     policies: tuple[tuple[str, Policy], ...]
     attacks: tuple[type[Attack], ...]
     prompts: tuple[tuple[int, ...], ...]
-    new_tokens: int
     public: Path | None = None
-    dtype: FloatDtype | None = None
-    temperature: float = 0.0
-    seed: int = 0
     search_sessions: int = 2
     search_tokens: int = 64
     search_candidates: int | None = None
@@ -155,8 +149,8 @@ class AttackRunner:
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
         self._results: dict[tuple[str, str, bool], Control] = {}
-        self._model = settings.model
-        self._calibrated = False
+        # Of integers, once there are any.
+        self._calibration: Path | None = None
 
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
@@ -175,10 +169,10 @@ class AttackRunner:
         The adversary is a service, each of them alone. Where masks span services it is also an
         observer of all links, and the services together.
         """
-        settings, watch = self.settings, self._watch
         self._calibrate(policy)
+        settings, watch = self.settings, self._watch
         watch.doing(f"{policy.name}: recording")
-        recording = play(policy, settings.prompts, self._play_settings(settings.new_tokens))
+        recording = play(policy, settings.prompts, settings, self._new_folder())
         watch.step(1)
         alone = self._leak(recording, policy, "service")
         if policy.services < 2:
@@ -246,19 +240,19 @@ class AttackRunner:
         From the weakest on. An attack that reads nothing under some noise is not tried under more,
         and where none reads anything the curve ends.
         """
+        self._calibrate(policy)
         settings, attacks, points = self.settings, self.settings.attacks, []
         texts, parameter = settings.prompts[:_CURVE_SESSIONS], ""
-        self._calibrate(policy)
-        plain = logits_of(load_policy("tee-only"), texts, self._play_settings(settings.new_tokens))
+        plain = logits_of(load_policy("tee-only"), texts, settings, self._new_folder())
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-            recording = play(changed, texts, self._play_settings(settings.new_tokens))
+            recording = play(changed, texts, settings, self._new_folder())
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             scored = ((run, one) for run in runs for one in run.meaningful)
             best = max(scored, key=lambda pair: pair[1].strength, default=None)
-            noisy = logits_of(changed, texts, self._play_settings(settings.new_tokens))
+            noisy = logits_of(changed, texts, settings, self._new_folder())
             perplexity, output_error = harm(texts, plain, noisy)
             parameter, strong = strength(changed, sigma, view.public)
             points.append(
@@ -331,7 +325,6 @@ class AttackRunner:
         noisy = is_noisy(policy)
         key = (kind.name, name, noisy)
         if key not in self._results:
-            settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
             path = name
             if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
@@ -340,16 +333,18 @@ class AttackRunner:
             if path not in self._controls:
                 controlled = load_policy(path)
                 self._calibrate(controlled)
+                few = min(self.settings.new_tokens, _CONTROL_TOKENS)
                 self._controls[path] = play(
                     controlled,
-                    settings.prompts[:_CONTROL_SESSIONS],
-                    self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
+                    self.settings.prompts[:_CONTROL_SESSIONS],
+                    replace(self.settings, new_tokens=few),
+                    self._new_folder(),
                 )
             recording = self._controls[path]
             scores: tuple[Score, ...] = ()
             if recording.observable:
                 # Of noise as few candidates as there.
-                view = self._view(recording, 0, settings.search_sessions, noisy=noisy)
+                view = self._view(recording, 0, self.settings.search_sessions, noisy=noisy)
                 # What reads nothing on a disk must read it where nothing is encrypted.
                 view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
@@ -369,25 +364,25 @@ class AttackRunner:
 
         Which holds the linear weights of a model that is not public, unless they are transformed.
         """
-        base = self.settings.public
+        base, model = self.settings.public, self.settings.model
         # The same model where it is public as a whole: it remembers what it computed.
         clear = base is None or policy.feature_mask is None
         if clear not in self._publics:
             self._publics[clear] = PublicModel(
-                base or self._model,
-                self._model / CALIBRATION_FILE if self._calibrated else None,
-                self._model if base is not None and clear else None,
+                base or model,
+                self._calibration,
+                model if base is not None and clear else None,
             )
         return self._publics[clear]
 
     def _calibrate(self, policy: Policy) -> None:
         """Have scales for integers; they are no secret, and the attacker gets them, too."""
-        if policy.arithmetic != "int8" or self._calibrated:
-            return
-        self._watch.doing("choosing scales")
-        self._model = prepare.calibration(self._model, self._folder)
-        self._calibrated = True
-        self._publics.clear()
+        if policy.arithmetic == "int8" and self._calibration is None:
+            self._watch.doing("choosing scales")
+            model = prepare.calibration(self.settings.model, self._folder)
+            self.settings = replace(self.settings, model=model)
+            self._calibration = model / CALIBRATION_FILE
+            self._publics.clear()
 
     def _view(
         self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
@@ -405,16 +400,8 @@ class AttackRunner:
             disks=tuple(disk.encrypted for disk in recording.disks),
         )
 
-    def _play_settings(self, new_tokens: int) -> PlaySettings:
-        settings = self.settings
-        return PlaySettings(
-            model=self._model,
-            folder=Path(tempfile.mkdtemp(prefix="play-", dir=self._folder)),
-            new_tokens=new_tokens,
-            dtype=settings.dtype,
-            temperature=settings.temperature,
-            seed=settings.seed,
-        )
+    def _new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="play-", dir=self._folder))
 
 
 def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:

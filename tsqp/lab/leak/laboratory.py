@@ -403,11 +403,10 @@ def agreement(prompts: Sequence[Sequence[int]]) -> float:
     """
     begun = len({tuple(ids[:1]) for ids in prompts}) == 1
     rests = [ids[begun:] for ids in prompts]
-    same = size = 0
-    for one, other in itertools.pairwise(rests):
-        same += sum(a == b for a, b in zip(one, other, strict=False))
-        size += min(len(one), len(other))
-    return same / size if size else 0.0
+    beside = [
+        (a, b) for one, other in itertools.pairwise(rests) for a, b in zip(one, other, strict=False)
+    ]
+    return sum(a == b for a, b in beside) / max(1, len(beside))
 
 
 def weakened_policies() -> list[str]:

@@ -25,6 +25,7 @@ from gpu_side.weights import ServiceWeights, load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, ServiceError
 from protocol.messages import (
+    FloatDtype,
     HealthRequest,
     Request,
     Response,
@@ -53,7 +54,7 @@ from tsqp.lab.research.provisioning import provision
 _TIMEOUT_MS = 60_000
 # Of what is there already a service needs no shape.
 _NO_SHAPE = CacheShape(0, 0, 0, torch.float32, None)
-# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`:
+# What a feature mask's services are given, and the key that they are not, in a folder of their own:
 # it is there until the trusted side has read it.
 SERVED, KEY = "served", "key"
 
@@ -215,15 +216,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy.
-
-    `folder`: for what a feature mask's services are given.
-    """
+    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy."""
 
     model: Path
-    folder: Path
     new_tokens: int
-    dtype: str | None = None
+    dtype: FloatDtype | None = None
     temperature: float = 0.0
     seed: int = 0
     masks: MaskSettings = field(default_factory=MaskSettings)
@@ -233,14 +230,15 @@ def play(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
     settings: PlaySettings,
+    folder: Path,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Recording:
     """Run every prompt, one after another, each a session of its own.
 
-    `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
-    PromptError, and TraceError.
+    `folder`: for what a feature mask's services are given; `progress(done, total)` is called after
+    each. Raises what `Runner` raises before it connects, PromptError, and TraceError.
     """
-    with _stage(policy, settings) as (model, lanes, channels, served):
+    with _stage(policy, settings, folder) as (model, lanes, channels, served):
         engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
         sessions = []
@@ -284,25 +282,24 @@ def play(
                 answers=tuple(position >= len(prompt) for position in positions),
                 last=every[positions[-1] + 1] if positions else None,
             )
-            session = RecordedSession(traces, truth)
+            disk = None
             if policy.segments(config.num_hidden_layers):
-                (service,), (trace,) = channels, session.traces
-                disk = service.disk_of(trace, config.context_length, settings.folder)
-                session = replace(session, disk=disk)
-            sessions.append(session)
+                (service,), (trace,) = channels, traces
+                disk = service.disk_of(trace, config.context_length, folder)
+            sessions.append(RecordedSession(traces, truth, disk))
             progress(done + 1, len(prompts))
     return Recording(policy, served, tuple(sessions))
 
 
 def logits_of(
-    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings
+    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings, folder: Path
 ) -> list[torch.Tensor]:
     """Return what the model says behind every token of some texts under a policy: [T, V] each.
 
     One step a text. Raises as `play`.
     """
     found = []
-    with _stage(policy, settings) as (model, lanes, _, _):
+    with _stage(policy, settings, folder) as (model, lanes, _, _):
         for ids in texts:
             cache = KVCache(model.config, len(ids), model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
@@ -331,7 +328,7 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
 
 @contextmanager
 def _stage(
-    policy: Policy, settings: PlaySettings
+    policy: Policy, settings: PlaySettings, folder: Path
 ) -> Iterator[tuple[TeeModel, list[MicroBatchOperators], tuple[RecordingChannel, ...], Path]]:
     """Put the trusted side together as `Runner` does, over services that record.
 
@@ -341,9 +338,9 @@ def _stage(
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)
-    served, masks, key = settings.model, settings.masks, settings.folder / KEY
+    served, masks, key = settings.model, settings.masks, folder / KEY
     if policy.feature_mask is not None:
-        served = settings.folder / SERVED
+        served = folder / SERVED
         provision(settings.model, policy.feature_mask, served, key)
         masks = replace(masks, key=key)
     try:

@@ -16,10 +16,18 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.words import Phase, is_linear
-from tsqp.lab.leak.attack import TOP, Attack, Reading, Trace, View, Where, Work, place_name
+from tee_side.words import Phase
+from tsqp.lab.leak.attack import (
+    LEAST_SIGMA,
+    TOP,
+    Attack,
+    Reading,
+    Trace,
+    View,
+    Where,
+    Work,
+    place_name,
+)
 from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
@@ -40,8 +48,6 @@ _GIVEN_UP = 25.0
 _SEARCHES = 4
 # What the first token is expected to be, if a tokenizer puts one in front.
 _FIRST_IS_KNOWN = 0.9
-# Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
-_LEAST_SIGMA = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,19 +168,16 @@ class NoiseAveraging(Attack):
     name: ClassVar[str] = "noise-averaging"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.97
-
-    def refuses(self, view: View) -> str | None:
-        """No floats crossed that are in the clear or under noise."""
-        if not view.linear_places():
-            return "no linear operator crossed" if view.row_places() else "no activations crossed"
-        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.where[1]))
-        if not any(call.rows.is_floating_point() for call in calls):
-            return "integers"
-        return None if _places(view) else "neither clear nor under noise"
+    needs: ClassVar[tuple[str, ...]] = (
+        "no activations crossed",
+        "no linear operator crossed",
+        "integers",
+        "neither clear nor under noise",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look rows of layer 0 up one by one, then read through all places."""
-        places = _places(view)
+        places = view.noisy_places()
         if FIRST in places:
             yield from look_up(view, FeatureMatcher(), work)
         # Without prompts there is no beginning to read on from.
@@ -199,27 +202,6 @@ def _log_likelihood(row_I: torch.Tensor, sigma: float, states_NI: torch.Tensor) 
     return away_1N[0].double().square() / (-2 * sigma**2)
 
 
-def _places(view: View) -> list[Where]:
-    """Return where floats crossed under noise of a known size, or under nothing."""
-    return [
-        where
-        for where in view.linear_places()
-        if all(_sigma(view.policy, where, phase) is not None for phase in ("prefill", "decode"))
-    ]
-
-
-def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
-    """Return the standard deviation of what is added at a place; None under any other mask."""
-    layer, operator = where
-    mask = policy.at(operator, layer or 0, phase).mask
-    if mask is None:
-        return _LEAST_SIGMA
-    if not isinstance(mask, AdditiveMask) or mask.arithmetic != "float":
-        return None
-    sigma = mask.model_dump().get("sigma")
-    return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
-
-
 def _most_likely(
     view: View, trace: Trace, places: list[Where], limit: int, work: Work
 ) -> tuple[tuple[int, ...], ...]:
@@ -233,7 +215,7 @@ def _most_likely(
             (
                 call.where,
                 call.rows.float(),
-                _sigma(view.policy, call.where, phase) or _LEAST_SIGMA,
+                view.sigma(call.where, phase) or LEAST_SIGMA,
             )
             for call in step.calls
             if call.where in places

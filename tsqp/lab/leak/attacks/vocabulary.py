@@ -25,7 +25,6 @@ from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, read_f
 from tsqp.lab.leak.matching import (
     FIRST_PLACES,
     FeatureMatcher,
-    Matcher,
     Matching,
     Observed,
     squares,
@@ -228,11 +227,11 @@ _RANK_TOLERANCE = 1e-5
 _NEAR = 0.05
 
 
-class RowSpace(Matcher):
+class RowSpace(FeatureMatcher):
     """How far a candidate is from the space that the rows span, relative to its length."""
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
+        """See `FeatureMatcher.distances`. Rows that span everything say nothing: all are far."""
         basis_BI = _basis(observed.rows_RI)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
@@ -268,16 +267,10 @@ class SubspaceMembership(Matching):
     control: ClassVar[str] = "row-rotation"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = ("no activations crossed", "the hidden axis is transformed")
     compares = RowSpace
     ordered = False
 
-    def refuses(self, view: View) -> str | None:
-        """No activations crossed, or none whose hidden axis is as it was."""
-        if not view.row_places():
-            return "no activations crossed"
-        return None if self.places(view) else "the hidden axis is transformed"
-
     def places(self, view: View) -> list[Where]:
         """Return where rows crossed, without segments under a mask."""
-        masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
-        return list(view.linear_places()) if any(masked) else view.row_places()
+        return list(view.linear_places()) if view.masked_segments else view.row_places()
