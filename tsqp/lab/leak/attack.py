@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
@@ -115,11 +116,11 @@ class Trace:
             for group in groups
         ]
         sizes = _counted(each, self.added) if self.added else _guessed(each)
-        steps, first = [], 0
-        for group, tokens in zip(groups, sizes, strict=True):
-            steps.append(TraceStep(first, tokens, tuple(group)))
-            first += tokens
-        return tuple(steps)
+        before = accumulate(sizes, initial=0)
+        return tuple(
+            TraceStep(first, tokens, tuple(group))
+            for first, tokens, group in zip(before, sizes, groups, strict=False)
+        )
 
     @property
     def tokens(self) -> int:
@@ -312,7 +313,7 @@ class View:
         rows_RI, (layer, operator) = call.rows, call.where
         if rows_RI.dtype != torch.int32 or layer is None or not is_linear(operator):
             return rows_RI.float()
-        return rows_RI.float() * self.public.input_scale((layer, operator))
+        return rows_RI.float() * self.public.scales.sites[layer, operator].input_scale
 
     def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
         """Yield each step in which something was asked for: its session, itself, the request."""

@@ -126,10 +126,15 @@ def tasks_of(settings: LeakSettings) -> list[AttackTask]:
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
-    views = [policy.services + (policy.services > 1) for policy in policies]
+    times = len(settings.attacks)
     return curves + [
-        AttackTask(policy.name, policy, noisy=False, steps=1 + times * len(settings.attacks))
-        for policy, times in zip(policies, views, strict=True)
+        AttackTask(
+            policy.name,
+            policy,
+            noisy=False,
+            steps=1 + times * (policy.services + (policy.services > 1)),
+        )
+        for policy in policies
     ]
 
 
@@ -191,20 +196,18 @@ class AttackRunner:
         settings, watch = self.settings, self._watch
         truths = [session.truth for session in recording.sessions]
         answers = [flag for truth in truths for flag in truth.answers]
-        runs: list[AttackRun] = []
-        readings: dict[tuple[str, int], list[Reading]] = {}
+        tried: list[tuple[AttackRun, list[Reading]]] = []
         services = recording.policy.services
         if recording.observable:
             for service in range(services):
                 view = self._view(recording, service, settings.search_sessions)
                 for attack in settings.attacks:
                     watch.doing(f"{policy.name}: {attack.name}")
-                    run, found = self._attack(attack, view, recording, service)
+                    tried.append(self._attack(attack, view, recording, service))
                     watch.step(1)
-                    runs.append(run)
-                    readings[attack.name, service] = found
         else:
             watch.step(services * len(settings.attacks))
+        runs = tuple(run for run, _ in tried)
         made = PolicyLeak(
             policy=policy.name,
             adversary=adversary,
@@ -215,7 +218,7 @@ class AttackRunner:
             sent_prompt=answers.count(False),
             sent_answer=answers.count(True),
             cost=None,
-            runs=tuple(runs),
+            runs=runs,
             untried=untried(recording, runs),
             blind=1 / self._config.vocab_size,
             lengths=lengths(recording.sessions) if recording.observable else None,
@@ -225,11 +228,11 @@ class AttackRunner:
             return made
         run, best = made.best
         shown = reconstruct(
-            readings[run.attack, run.service - 1],
+            next(readings for one, readings in tried if one is run),
             run.attack,
             best.where,
             truths,
-            self._public_beside(policy),
+            view.public,
         )
         return made.model_copy(update={"reconstruction": shown})
 
@@ -268,12 +271,11 @@ class AttackRunner:
                 )
             )
             # By more than chance anywhere, be it believed or not.
-            reading = {
-                run.attack
-                for run in runs
+            attacks = tuple(
+                attack
+                for attack, run in zip(attacks, runs, strict=True)
                 if any(one.excess_low > 0 for one in run.meaningful or run.scores)
-            }
-            attacks = tuple(one for one in attacks if one.name in reading)
+            )
             self._watch.step(1)
             if not attacks:
                 break
@@ -359,22 +361,6 @@ class AttackRunner:
             )
         return self._results[key]
 
-    def _public_beside(self, policy: Policy) -> PublicModel:
-        """Return what an attacker knows of the model, beside a service of the policy.
-
-        Which holds the linear weights of a model that is not public, unless they are transformed.
-        """
-        base, model = self.settings.public, self.settings.model
-        # The same model where it is public as a whole: it remembers what it computed.
-        clear = base is None or policy.feature_mask is None
-        if clear not in self._publics:
-            self._publics[clear] = PublicModel(
-                base or model,
-                self._calibration,
-                model if base is not None and clear else None,
-            )
-        return self._publics[clear]
-
     def _calibrate(self, policy: Policy) -> None:
         """Have scales for integers; they are no secret, and the attacker gets them, too."""
         if policy.arithmetic == "int8" and self._calibration is None:
@@ -387,11 +373,20 @@ class AttackRunner:
     def _view(
         self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
     ) -> View:
-        settings = self.settings
+        settings, base = self.settings, self.settings.public
         noisy = noisy or is_noisy(recording.policy)
+        # A service holds the linear weights of a model that is not public, unless they are
+        # transformed. One model where it is public as a whole: it remembers what it computed.
+        clear = base is None or recording.policy.feature_mask is None
+        if clear not in self._publics:
+            self._publics[clear] = PublicModel(
+                base or settings.model,
+                self._calibration,
+                settings.model if base is not None and clear else None,
+            )
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
-            public=self._public_beside(recording.policy),
+            public=self._publics[clear],
             policy=recording.policy,
             served=recording.served,
             search_sessions=sessions,

@@ -431,7 +431,7 @@ def text_of(model: Path, file: Path | None) -> str:
         raise PromptError(str(path), got=type(error).__name__, expected="UTF-8 text") from None
 
 
-def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[list[int]]:
+def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[tuple[int, ...]]:
     """Cut a text into prompts of at most `tokens` tokens, each from the beginning of a piece.
 
     A piece begins with each BOS token in the text, or else after an empty line, and then gets what
@@ -448,9 +448,9 @@ def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> lis
             for part in text.split("\n\n")
             if part.strip()
         ]
-    long_enough = [piece[:tokens] for piece in pieces if len(piece) >= _LEAST_TOKENS]
+    long_enough = (tuple(piece[:tokens]) for piece in pieces if len(piece) >= _LEAST_TOKENS)
     # Two that are equal would be each other's chance.
-    found = [list(piece) for piece in dict.fromkeys(map(tuple, long_enough))]
+    found = list(dict.fromkeys(long_enough))
     PromptError.unless(
         len(found) >= count,
         "prompts",

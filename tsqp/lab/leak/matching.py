@@ -345,7 +345,11 @@ def nearest(
     first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
     matcher.found(observed, state_I)
     others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
-    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else _ratio(seen_N)
+    # Beyond a single candidate there is none.
+    two = seen_N.topk(min(2, len(seen_N)), largest=False).values.tolist()
+    closest, beyond = [*two, torch.inf][:2]
+    ratio = closest / beyond if 0 < beyond < torch.inf else 1.0
+    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else ratio
 
 
 def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain: float) -> int:
@@ -355,11 +359,3 @@ def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain:
         # Behind a token the same one again has a state that crossed already.
         sure = sure[ids_N[sure] != prefix.token_ids[-1]]
     return int(sure[0]) if len(sure) else int(found_N.argmin())
-
-
-def _ratio(distances_N: torch.Tensor) -> float:
-    """Return the smallest distance over the next one; 1 for a single candidate."""
-    if len(distances_N) < 2:
-        return 1.0
-    nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
-    return nearest / next_one if 0 < next_one < torch.inf else 1.0

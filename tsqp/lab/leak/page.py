@@ -131,7 +131,7 @@ def cost_against_leakage(
         _KINDS["nothing" if one.nothing is not None else "reads" if one.above_chance else "chance"]
         for one in shown
     ]
-    scores = [score for one in shown if (score := judged(one)) is not None]
+    chances = [score.chance for one in shown if (score := judged(one)) is not None]
     with drawing(1.5 + 0.27 * len(shown)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         left.barh(places, costs, height=0.6, color="#b9c2ca")
@@ -142,9 +142,8 @@ def cost_against_leakage(
             score = judged(one)
             rates = [score.top1 if score and not one.nothing else Rate(hits=0, n=0)]
             _rates(right, [place], rates, colour, marker, across=True)
-        if scores:
-            chance = max(score.chance for score in scores)
-            right.axvline(chance * 100, color="#999999", linewidth=0.8, linestyle="--")
+        if chances:
+            right.axvline(max(chances) * 100, color="#999999", linewidth=0.8, linestyle="--")
         right.set_xlabel(f"tokens read by the best attack{read_of}")
         _percents(right, "x")
         left.set(

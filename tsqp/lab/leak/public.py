@@ -4,7 +4,7 @@ Shape suffixes: N candidates for one token, I in_features, D hidden size, V voca
 heads, K key/value heads, G query heads a key/value head, C head dim, S tokens before, L layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.words import Operator, Site
+from tee_side.words import Operator
 
 _CONFIG_FILE = "config.json"
 # What is remembered of what the public model computed.
@@ -100,7 +100,16 @@ class PublicModel:
         self._calibration = calibration
         self._linear_config = self.config if served is None else read_config(served)
         self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
-        self._linear = cache(partial(load_linear, self._linear_checkpoint, self._linear_config))
+        # The weights of an operator, float32.
+        self.linear: Callable[[int, LinearOperator], FusedLinear] = cache(
+            partial(
+                load_linear,
+                self._linear_checkpoint,
+                self._linear_config,
+                dtype=torch.float32,
+                device=CPU,
+            )
+        )
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], States] = {}
         self._kept_bytes = 0
 
@@ -153,19 +162,12 @@ class PublicModel:
         return rms_norm(self.embedding_VD.clone(), norm, self.config.rms_norm_eps)
 
     @cached_property
-    def _scales(self) -> Calibration:
+    def scales(self) -> Calibration:
+        """What steps of integers stand for, by site. Raises CalibrationError."""
         path = calibration_path(self.directory, self._calibration)
         owner = path.parent if (path.parent / _CONFIG_FILE).is_file() else self.directory
         config = read_config(owner)
         return Calibration.load(path, config, model_digest(config, Checkpoint(owner)))
-
-    def input_scale(self, site: Site) -> float:
-        """Return what one step of a site's integers stands for. Raises CalibrationError."""
-        return self._scales.sites[site].input_scale
-
-    def linear(self, layer: int, operator: LinearOperator) -> FusedLinear:
-        """Return the weights of an operator, float32."""
-        return self._linear(layer, operator, dtype=torch.float32, device=CPU)
 
     # ----------------------------------------------------------------- the public model, running
 

@@ -9,7 +9,7 @@ that only the TEE knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,11 +134,9 @@ class RecordingChannel(AtOnce):
         with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
             clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
-            found = _Found(directory, SessionName(b"", part.session, *layers), cache)
-            try:
+            name = SessionName(b"", part.session, *layers)
+            with closing(_Found(directory, name, cache)) as found:
                 return Disk(found.contents(), clear)
-            finally:
-                found.close()
 
 
 def _copied(frames: list[Any]) -> list[memoryview]:
@@ -350,7 +348,7 @@ def _stage(
     finally:
         # It has been read. An attack is given `served`, and would find the key beside it.
         key.unlink(missing_ok=True)
-    try:
+    with closing(assembly):
         channels: tuple[RecordingChannel, ...] = ()
         if policy.services:
             weights = load_weights(
@@ -361,8 +359,6 @@ def _stage(
                 for number in range(policy.services)
             )
         yield model, assembly.lanes(lambda _layer: channels), channels, served
-    finally:
-        assembly.close()
 
 
 # ------------------------------------------------------------------------------------- adversaries
@@ -403,9 +399,17 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
     shares = [read_frames(frames) for frames in second.messages]
     messages: list[tuple[bytes, ...]] = []
     for frames in first.messages:
-        request = read_frames(frames)
-        if shares and (whole := _sum(request, shares[0])) is not None:
+        request, other = read_frames(frames), shares[0] if shares else None
+        if (
+            isinstance(request, RingLinearRequest)
+            and isinstance(other, RingLinearRequest)
+            and (request.layer_idx, request.module_names) == (other.layer_idx, other.module_names)
+            and request.elements.shape == other.elements.shape
+        ):
             del shares[0]
+            # Shares are added modulo 2^32.
+            elements = to_torch(request.elements) + to_torch(other.elements)
+            whole = request.model_copy(update={"elements": from_torch(elements)})
             summed = encode_request(whole, len(messages) + 1, 1)
             messages.append(tuple(bytes(frame) for frame in summed))
         else:
@@ -417,16 +421,3 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
         "none",
     )
     return tuple(messages)
-
-
-def _sum(one: Request, other: Request) -> Request | None:
-    """Return both shares of a request added modulo 2^32; None if they are of two requests."""
-    if (
-        not isinstance(one, RingLinearRequest)
-        or not isinstance(other, RingLinearRequest)
-        or (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names)
-        or one.elements.shape != other.elements.shape
-    ):
-        return None
-    elements = to_torch(one.elements) + to_torch(other.elements)
-    return one.model_copy(update={"elements": from_torch(elements)})

@@ -56,8 +56,8 @@ def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:
     if score is None or policy.best is None:
         return (NONE,) * 9
     run, _ = policy.best
-    place, rate, chance = _place(policy, run, score), score.top1, percent(score.chance)
-    return (run.attack, place, *_read_cells(rate), chance, *_part_cells(score))
+    read = _read_cells(score.top1, score.chance)
+    return (run.attack, _place(policy, run, score), *read, *_part_cells(score))
 
 
 def _place(policy: PolicyLeak, run: AttackRun, score: Score) -> str:
@@ -68,11 +68,10 @@ def _part_cells(score: Score) -> tuple[str, str, str]:
     return rate_words(score.prompt), rate_words(score.answer), count_words(score.whole)
 
 
-def _read_cells(rate: Rate) -> tuple[str, str, str]:
-    """Render a rate for three columns: read, n, interval."""
-    if rate.value is None:
-        return (NONE,) * 3
-    return percent(rate.value), f"{rate.n:,}", interval_words(rate)
+def _read_cells(rate: Rate, chance: float) -> tuple[str, ...]:
+    """Render a rate and its chance for the columns of `_READ`."""
+    n = f"{rate.n:,}" if rate.n else NONE
+    return percent(rate.value), n, interval_words(rate), percent(chance)
 
 
 def _cost_cells(policy: PolicyLeak) -> tuple[str, str, str]:
@@ -105,8 +104,7 @@ def curve_grid(curve: Curve) -> Grid:
     for point in curve.points:
         read: tuple[str, ...] = ("no attack worked", *(NONE,) * 4)
         if point.rate.n:
-            attack = f"{point.attack}, {point.where}"
-            read = (attack, *_read_cells(point.rate), percent(point.chance))
+            read = (f"{point.attack}, {point.where}", *_read_cells(point.rate, point.chance))
         strength = (f"{point.strength:.4g}", *read, *((f"{point.sigma:g}",) if epsilon else ()))
         rows.append(Row((*strength, f"{point.perplexity:.4g}", f"{point.output_error:.2g}")))
     note = _CURVE_NOTE.format(
@@ -160,11 +158,8 @@ def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
             place = _place(policy, run, score)
             cells: tuple[str, ...] = (NONE,) * 8
             if score in run.meaningful:
-                rates = (
-                    NONE if r.value is None else percent(r.value) for r in (score.top1, score.top5)
-                )
-                n, interval = f"{score.top1.n:,}", interval_words(score.top1)
-                cells = (*rates, n, interval, percent(score.chance), *_part_cells(score))
+                read, *others = _read_cells(score.top1, score.chance)
+                cells = (read, percent(score.top5.value), *others, *_part_cells(score))
             elif score.gave_up:
                 place += f": gave up, with {score.guessed:,} guesses for {score.top1.n:,} tokens"
             else:
@@ -173,10 +168,9 @@ def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
 
 
 def _work_row(policy: PolicyLeak, run: AttackRun) -> Row:
-    control: tuple[str, ...] = (NONE,) * 3
-    if run.control is not None:
-        must = percent(run.control.published)
-        control = (run.control.policy, rate_words(run.control.rate), must)
+    made, control = run.control, (NONE,) * 3
+    if made is not None:
+        control = (made.policy, rate_words(made.rate), percent(made.published))
     name = f"{run.attack}, service {run.service}" if policy.apart else run.attack
     work = [whole(run.compared), whole(run.modelled), figures(run.cpu_s)]
     return Row((name, *control, *(one or "0" for one in work)))
@@ -185,8 +179,10 @@ def _work_row(policy: PolicyLeak, run: AttackRun) -> Row:
 # -------------------------------------------------------------------------------------------- words
 
 
-def percent(share: float) -> str:
-    """Render a share of one: `97.6%`; 0% and 100% are exact."""
+def percent(share: float | None) -> str:
+    """Render a share of one: `97.6%`; 0% and 100% are exact; `-` of none."""
+    if share is None:
+        return NONE
     if share in (0, 1):
         return f"{share * 100:.0f}%"
     if share < 0.0005:
@@ -222,7 +218,7 @@ def verdict(policy: PolicyLeak) -> str:
     if policy.best is not None and policy.above_chance:
         rate = policy.best[1].top1
         # It was read, whatever others did not manage.
-        read = f"reads {percent(rate.value or 0.0)} (n {rate.n:,})"
+        read = f"reads {percent(rate.value)} (n {rate.n:,})"
         return f"{read}; {names}" if names else read
     if names:
         return names
@@ -323,7 +319,7 @@ def failure_words(run: AttackRun) -> str:
         return f"{outcome} (no control)"
     said = f"nothing read at {control.policy}"
     if control.rate.n:
-        read, must = percent(control.rate.value or 0.0), percent(control.published)
+        read, must = percent(control.rate.value), percent(control.published)
         said = f"{read} (n {control.rate.n:,}) of {must} at {control.policy}"
     return f"{outcome} (control: {said})"
 

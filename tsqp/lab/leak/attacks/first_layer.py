@@ -316,11 +316,12 @@ def _known_rows(view: View) -> torch.Tensor:
 def _tables(public: PublicModel) -> torch.Tensor:
     """Return the integers of every token, for each dtype that they may come from: [B, V, I]."""
     norm, eps = public.light.norms[0].input_layernorm, public.config.rms_norm_eps
+    step = public.scales.sites[0, "qkv_proj"].input_scale
     tables = []
     for dtype in _DTYPES:
         h_VD = public.embedding_VD.to(dtype, copy=True)
         normed_VD = rms_norm(h_VD, norm.to(dtype), eps).to(torch.float32)
-        tables.append(normed_VD.div(public.input_scale((0, "qkv_proj"))).round_().to(torch.int32))
+        tables.append(normed_VD.div(step).round_().to(torch.int32))
     return torch.stack(tables)
 
 
