@@ -233,7 +233,7 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
     assert {index: guess[0] for index, guess in reading.guesses.items()} == {6: tops[0], 8: tops[1]}
 
 
-HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
+HERE = Path(inspect.getfile(tsqp.lab.leak)).parent / "attacks"
 SAID = {"name": "'mine'", "control": "'published'", "published": "1"}
 HEAD = "from tsqp.lab.leak.attack import Attack\n"
 IMPORTED = "from tsqp.lab.leak.attacks.vocabulary import Logits\n"
@@ -245,7 +245,7 @@ def attack(**changed: str) -> str:
 
 
 def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_load() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in (HERE / "attacks").glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in HERE.glob("*.py"))
     assert {attack for attack, _, _ in LEAKS} == set(ATTACKS.builtin)
     assert len(ATTACKS.builtin) == text.count("\n    name: ClassVar[str] = ")
     for name in ATTACKS.names():

@@ -16,6 +16,7 @@ from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy, load_policy
+from tee_side.words import PHASES
 from tests.kit.leaks import (
     begun,
     linear,
@@ -161,12 +162,13 @@ def test_the_rest_of_a_long_prompt_is_not_decode(tmp_path: Path) -> None:
 def test_lengths_follow_from_rows() -> None:
     """Of three rows that a mask adds to each, too; of a prompt that stays nothing is known."""
 
-    def trace(*rows: int) -> Trace:
-        return Trace(tuple(linear((0, "down_proj"), torch.ones(count, 8)) for count in rows))
+    def trace(*rows: int, more: int = 0) -> Trace:
+        made = tuple(linear((0, "down_proj"), torch.ones(count + more, 8)) for count in rows)
+        return Trace(made, {((0, "down_proj"), phase): more for phase in PHASES} if more else {})
 
-    rows = ((7, 1, 1), (512, 88, 1), (10, 4, 4), (1, 1, 1), ())
-    expected = [(7, 3), (600, 2), (7, 3), (None, 4), (None, 1)]
-    assert [read_lengths(trace(*sizes)) for sizes in rows] == expected
+    rows = {(7, 1, 1): (7, 3), (512, 88, 1): (600, 2), (1, 1, 1): (None, 4), (): (None, 1)}
+    for more in (0, 3):
+        assert {sizes: read_lengths(trace(*sizes, more=more)) for sizes in rows} == rows
     truth = truth_of(begun(6)[0], 4)
     sessions = [RecordedSession((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
     found = lengths(sessions)

@@ -106,8 +106,8 @@ class Trace:
     def steps(self) -> tuple[TraceStep, ...]:
         """The forward passes. Raises TraceError.
 
-        A step begins where the order of operators begins anew. Where the policy is not known, the
-        smallest step tells how many rows a mask adds to each: a decoded token is one row.
+        A step begins where the order of operators begins anew. Where it is not known what masks
+        add, each row is a token.
         """
         groups = list(_groups(self.calls, self.added))
         # What has a row for each token of a step: the LM head has fewer.
@@ -115,7 +115,8 @@ class Trace:
             [call for call in group if call.where[1] not in (*PRODUCTS, "lm_head")]
             for group in groups
         ]
-        sizes = _counted(each, self.added) if self.added else _guessed(each)
+        rows = [max((len(call.rows) for call in group), default=1) for group in each]
+        sizes = _counted(each, self.added) if self.added else rows
         before = accumulate(sizes, initial=0)
         return tuple(
             TraceStep(first, tokens, tuple(group))
@@ -212,14 +213,6 @@ def forward_order(where: Where) -> tuple[int, int]:
         return (-1, 0) if operator == "embedding" else (2**31, 0)
     # A segment stands where its first layer begins.
     return layer, -1 if operator == "segment" else OPERATORS.index(operator)
-
-
-def _guessed(groups: Sequence[Sequence[Call]]) -> list[int]:
-    """Return the tokens of steps whose masks add as many rows to each request, in each step."""
-    rows = [max((len(call.rows) for call in group), default=1) for group in groups]
-    # One step alone may be a prompt: then nothing tells.
-    added = min(rows) - 1 if len(rows) > 1 else 0
-    return [max(1, count - added) for count in rows]
 
 
 def _counted(groups: Sequence[Sequence[Call]], added: Added) -> list[int]:
@@ -352,8 +345,7 @@ class View:
     @property
     def masked_segments(self) -> bool:
         """Whether what segments get is masked, in any phase."""
-        placed = self.policy.operators.get("segment", ())
-        return any(one.mask is not None for one in placed)
+        return any(one.mask is not None for one in self.policy.operators.get("segment", ()))
 
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""

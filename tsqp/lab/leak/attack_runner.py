@@ -46,7 +46,6 @@ from tsqp.lab.leak.score import (
     with_sigma,
 )
 
-_HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
 # Of a curve, whose points are many.
@@ -328,10 +327,9 @@ class AttackRunner:
         key = (kind.name, name, noisy)
         if key not in self._results:
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
-            path = name
-            if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
-                beside = Path(inspect.getfile(kind)).parent / name
-                path = str(beside if beside.is_file() else _HERE / name)
+            # A path is one from the attack's file.
+            beside = Path(inspect.getfile(kind)).parent / name
+            path = str(beside) if name.endswith((".toml", ".py")) else name
             if path not in self._controls:
                 controlled = load_policy(path)
                 self._calibrate(controlled)

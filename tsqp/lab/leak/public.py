@@ -25,7 +25,7 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
+from protocol.model.forward import Layer, Norm, Ops, bound, forward, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
@@ -199,19 +199,12 @@ class PublicModel:
         inputs: dict[tuple[int | None, Operator], torch.Tensor] = {}
         cached = []
 
-        def kept(layer: int, operator: LinearOperator) -> Call:
-            def call(x_NI: torch.Tensor) -> torch.Tensor:
+        def noted(layer: int, operator: Operator, compute: Norm) -> Norm:
+            def noting(x_NI: torch.Tensor) -> torch.Tensor:
                 inputs[layer, operator] = x_NI
-                return self.linear(layer, operator)(x_NI)
+                return compute(x_NI)
 
-            return staying(call)
-
-        def entered(layer: Layer) -> Layer:
-            def norm(h_ND: torch.Tensor) -> torch.Tensor:
-                inputs[layer.index, "segment"] = h_ND
-                return layer.input_layernorm(h_ND)
-
-            return replace(layer, input_layernorm=norm)
+            return noting
 
         async def attention(
             layer: Layer, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, _: None
@@ -239,13 +232,18 @@ class PublicModel:
             for index, norms in enumerate(self.light.norms)
         ]
         calls: dict[str, Any] = {
-            name: [kept(one.index, name) for one in layers] for name in FUSED_MODULES
+            name: [staying(noted(n, name, self.linear(n, name))) for n in range(len(layers))]
+            for name in FUSED_MODULES
         }
+        entered = [
+            replace(one, input_layernorm=noted(one.index, "segment", one.input_layernorm))
+            for one in layers
+        ]
         embedding = staying(lambda ids_N: self.embedding_VD[ids_N])
         ops: Ops[Layer, None] = Ops(embedding=embedding, attention=attention, **calls)
         rope = self.light.rope.of([(position, position + 1, position + 1)])
         entering = torch.as_tensor(candidates)
-        hidden_ND = finish(forward(entering, list(map(entered, layers)), rope, ops, None))
+        hidden_ND = finish(forward(entering, entered, rope, ops, None))
         return States(inputs, hidden_ND, tuple(cached))
 
     def extend(self, prefix: Prefix, token_id: int) -> Prefix:

@@ -71,7 +71,8 @@ def _part_cells(score: Score) -> tuple[str, str, str]:
 def _read_cells(rate: Rate, chance: float) -> tuple[str, ...]:
     """Render a rate and its chance for the columns of `_READ`."""
     n = f"{rate.n:,}" if rate.n else NONE
-    return percent(rate.value), n, interval_words(rate), percent(chance)
+    interval = f"{rate.low * 100:.1f} to {rate.high * 100:.1f}" if rate.n else NONE
+    return percent(rate.value), n, interval, percent(chance)
 
 
 def _cost_cells(policy: PolicyLeak) -> tuple[str, str, str]:
@@ -193,11 +194,6 @@ def percent(share: float | None) -> str:
 def rate_words(rate: Rate) -> str:
     """Render a rate with its n: `97.6% of 4,096`; `-` where nothing was tried."""
     return NONE if rate.value is None else f"{percent(rate.value)} of {rate.n:,}"
-
-
-def interval_words(rate: Rate) -> str:
-    """Render the 95 % interval in percent: `97.1 to 98.0`."""
-    return f"{rate.low * 100:.1f} to {rate.high * 100:.1f}" if rate.n else NONE
 
 
 def count_words(rate: Rate) -> str:

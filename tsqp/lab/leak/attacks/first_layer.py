@@ -193,7 +193,7 @@ class PadReuse(Attack):
     """
 
     name: ClassVar[str] = "pad-reuse"
-    control: ClassVar[str] = "weakened/pad-reused.toml"
+    control: ClassVar[str] = "../weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
@@ -221,7 +221,7 @@ class LowDimensionalPads(Attack):
     """
 
     name: ClassVar[str] = "pad-basis"
-    control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
+    control: ClassVar[str] = "../weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
         "layer 0 stays",
