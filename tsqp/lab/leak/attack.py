@@ -394,13 +394,12 @@ def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
     return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
-    """Return the nearest candidates, best first; none where all are infinitely far."""
+def best(distances_N: torch.Tensor) -> tuple[int, ...]:
+    """Return which candidates are nearest, best first; none where all are infinitely far."""
     distances_N = far_if_nan(distances_N)
     if distances_N.isinf().all():
         return ()
-    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
-    return tuple(ids_N[order].tolist())
+    return tuple(distances_N.topk(min(TOP, len(distances_N)), largest=False).indices.tolist())
 
 
 # What an attack may need, as the reason why there is nothing for it otherwise.

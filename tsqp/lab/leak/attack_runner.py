@@ -63,8 +63,8 @@ class LeakSettings(PlaySettings):
     confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
     bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
     processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
-    that shares depend on are in the clear, for the observer of all of them. `noisy_candidates`: as
-    `search_candidates`, of what crossed with noise.
+    that shares depend on are in the clear, for the observer of all of them. `search_candidates`:
+    None for all, and for `NOISY_CANDIDATES` of what crossed with noise.
     """
 
     command: str
@@ -81,7 +81,6 @@ class LeakSettings(PlaySettings):
     curves: tuple[float, ...] = ()
     workers: int = 1
     shares_in_the_clear: bool = False
-    noisy_candidates: int = NOISY_CANDIDATES
 
 
 @dataclass
@@ -159,6 +158,7 @@ class AttackRunner:
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
+            self._calibrate(task.policy)
             work = self.curve if task.noisy else self.attack
             return task.name, work(task.policy), ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
@@ -173,7 +173,6 @@ class AttackRunner:
         The adversary is a service, each of them alone. Where masks span services it is also an
         observer of all links, and the services together.
         """
-        self._calibrate(policy)
         settings, watch = self.settings, self._watch
         watch.doing(f"{policy.name}: recording")
         recording = play(policy, settings.prompts, settings, self._new_folder())
@@ -242,7 +241,6 @@ class AttackRunner:
         From the weakest on. An attack that reads nothing under some noise is not tried under more,
         and where none reads anything the curve ends.
         """
-        self._calibrate(policy)
         settings, attacks, points = self.settings, self.settings.attacks, []
         texts, parameter = settings.prompts[:_CURVE_SESSIONS], ""
         plain = logits_of(load_policy("tee-only"), texts, settings, self._new_folder())
@@ -284,7 +282,7 @@ class AttackRunner:
             parameter=parameter,
             plain_perplexity=harm(texts, plain, plain)[0],
             search_sessions=_CURVE_SEARCHES,
-            search_candidates=settings.noisy_candidates,
+            search_candidates=settings.search_candidates or NOISY_CANDIDATES,
             points=tuple(sorted(points, key=lambda point: point.strength)),
         )
 
@@ -389,7 +387,7 @@ class AttackRunner:
             served=recording.served,
             search_sessions=sessions,
             search_tokens=settings.search_tokens,
-            search_candidates=settings.noisy_candidates if noisy else settings.search_candidates,
+            search_candidates=settings.search_candidates or (NOISY_CANDIDATES if noisy else None),
             disks=tuple(disk.encrypted for disk in recording.disks),
         )
 

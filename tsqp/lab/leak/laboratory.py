@@ -159,7 +159,7 @@ class Laboratory:
                 search_sessions=settings.search_sessions,
                 search_tokens=settings.search_tokens,
                 search_candidates=settings.search_candidates,
-                noisy_candidates=settings.noisy_candidates if noisy else None,
+                noisy_candidates=settings.search_candidates or NOISY_CANDIDATES if noisy else None,
             ),
             policies=tuple(
                 leak.model_copy(update={"cost": self._costs[leak.policy]})
@@ -288,8 +288,8 @@ def settings_of(
         # The first layer alone.
         first = find_shape(shape or "").with_layers(1)
         model = prepare.random_model(folder / first.name, first, linear=True)
-        vocabulary, seed = read_config(model).vocab_size, options["seed"]
-        prompts = random_ids(vocabulary, tokens, seed=seed, sequences=count).tolist()
+        vocabulary = read_config(model).vocab_size
+        prompts = random_ids(vocabulary, tokens, seed=options["seed"], sequences=count).tolist()
     SettingsError.unless(
         not options["curves"] or any(noisy_mask(policy) for _, policy in policies),
         "--curves",
@@ -320,7 +320,6 @@ def settings_of(
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
         search_candidates=options["search_candidates"],
-        noisy_candidates=options["search_candidates"] or NOISY_CANDIDATES,
         threads=options["threads"],
         workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
         margin=min(margins, default=None),

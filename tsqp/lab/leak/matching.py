@@ -177,7 +177,6 @@ def look_up(
     cross among others, in no order, are for a search, and are not tried here.
     """
     table_VD = dictionary(view, where)
-    ids_V = torch.arange(len(table_VD))
     for session, trace in enumerate(view.traces):
         guesses: dict[int, tuple[int, ...]] = {}
         first: int | None = None
@@ -188,7 +187,7 @@ def look_up(
                 distances_TV = matcher.look_up(observed, table_VD)
                 work.compared += distances_TV.numel()
                 for token, distances_V in enumerate(distances_TV):
-                    if guess := best(distances_V, ids_V):
+                    if guess := best(distances_V):
                         guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
@@ -344,7 +343,7 @@ def nearest(
     certain = float(seen_N.amin()) <= observed.certain
     first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
     matcher.found(observed, state_I)
-    others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
+    others = [int(ids_N[place]) for place in best(seen_N) if place != first]
     # Beyond a single candidate there is none.
     two = seen_N.topk(min(2, len(seen_N)), largest=False).values.tolist()
     closest, beyond = [*two, torch.inf][:2]

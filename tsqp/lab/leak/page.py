@@ -120,8 +120,13 @@ def cost_against_leakage(
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
 
-    alone = [one for one in report.policies if one.adversary == "service" and one.cost]
-    shown = [one for one in alone if one.nothing is not None or judged(one) is not None]
+    shown = [
+        one
+        for one in report.policies
+        if one.adversary == "service"
+        and one.cost
+        and (one.nothing is not None or judged(one) is not None)
+    ]
     if not shown:
         return None
     shown.sort(key=lambda one: one.cost.overhead_ms if one.cost else 0.0)
@@ -174,11 +179,10 @@ def _rates(
 ) -> None:
     """Draw rates in percent with their intervals; of none, 0 without one. `across`: along x."""
     values = [100 * (rate.value or 0.0) for rate in rates]
-    lows = [100 * rate.low if rate.n else 0.0 for rate in rates]
-    highs = [100 * rate.high if rate.n else 0.0 for rate in rates]
+    ends = [(100 * rate.low, 100 * rate.high) if rate.n else (0.0, 0.0) for rate in rates]
     reach = [
-        [max(0.0, value - low) for value, low in zip(values, lows, strict=True)],
-        [max(0.0, high - value) for value, high in zip(values, highs, strict=True)],
+        [max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)],
+        [max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)],
     ]
     axis.errorbar(
         values if across else places,

@@ -40,15 +40,16 @@ _CURVE_NOTE = (
 
 def summary_grid(report: LeakReport, *, parts: bool = False) -> Grid:
     """Compare the policies, a row for each. `parts`: with `PARTS`."""
-    cost = ("ms/token", "RPCs", "bytes")
-    columns = ("policy", "verdict", "best attack", "where", *_READ, *PARTS, *cost)
+    columns = (
+        *("policy", "verdict", "best attack", "where", *_READ, *PARTS),
+        *("ms/token", "RPCs", "bytes"),
+    )
     rows = tuple(
         Row((one.title, verdict(one), *_best_cells(one), *_cost_cells(one)))
         for one in report.policies
     )
     names = [name for name in columns if parts or name not in PARTS]
-    made = Grid("Leakage", columns, rows, note=_NOTE)
-    return made.select(made.title, names, texts=4)
+    return Grid("Leakage", columns, rows, note=_NOTE).select("Leakage", names, texts=4)
 
 
 def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:
@@ -281,11 +282,9 @@ def warnings(report: LeakReport) -> list[str]:
 def setup_pairs(report: LeakReport) -> list[tuple[str, str]]:
     """Return what was attacked, and how."""
     setup = report.setup
-    candidates = ""
-    if setup.search_candidates is not None:
-        candidates = f", {setup.search_candidates:,} candidates for each"
-    elif setup.noisy_candidates is not None:
-        candidates = f", under noise {setup.noisy_candidates:,} candidates for each"
+    noise = "under noise " if setup.search_candidates is None else ""
+    most = setup.search_candidates or setup.noisy_candidates
+    candidates = "" if most is None else f", {noise}{most:,} candidates for each"
     return [
         ("model", f"{setup.model}, {setup.dtype}, hidden size {setup.hidden_size:,}"),
         ("attacker has", f"{setup.public}, its tokenizer, the policy and the code"),

@@ -100,20 +100,21 @@ class GramDictionary(Attack):
         if where == FIRST:
             _, _, fold_I = beside(view, FIRST)
             table_VI = table_VI / fold_I.float()
-        for session, trace in enumerate(view.traces):
-            calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
-            if not calls:
-                continue
+        rows: dict[int, dict[int, torch.Tensor]] = {}
+        for session, step, call in view.calls_at(where):
             # What a mask has added stands anywhere among them: then these are not the tokens' rows.
-            rows = [view.rows(call)[: step.tokens] for step, call in calls]
-            tokens = [
-                step.first + place
-                for (step, _), own in zip(calls, rows, strict=True)
-                for place in range(len(own))
-            ]
-            best = follow(torch.cat(rows), table_VI, begins, work)
-            guesses = dict(zip(tokens, best.guesses, strict=True))
-            yield Reading(place_name(where), session, range(trace.tokens), guesses)
+            first = view.rows(call)[: step.tokens]
+            rows.setdefault(session, {}).update(enumerate(first, start=step.first))
+        found = (
+            (session, token, guess)
+            for session, own in rows.items()
+            for token, guess in zip(
+                own,
+                follow(torch.stack([*own.values()]), table_VI, begins, work).guesses,
+                strict=True,
+            )
+        )
+        yield from view.readings(place_name(where), found)
 
 
 def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work) -> Beginning:

@@ -96,11 +96,10 @@ class AttentionKeys(Attack):
             rope = public.light.rope.of([(position, position + 1, position + 1)])
             k_VKC = apply_rope(plain_VKC, *rope)
             table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
-            ids_V = torch.arange(len(table_VX))
             for session, token, among_MX in appended:
                 distances_V = apart(among_MX, table_VX).amin(0)
-                work.compared += len(ids_V)
-                yield session, token, best(distances_V, ids_V)
+                work.compared += len(table_VX)
+                yield session, token, best(distances_V)
 
 
 def _appended(
@@ -156,7 +155,6 @@ class CacheAtRest(Attack):
         _, K, C = public.config.heads
         values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)[:, -K * C :]
         table_VX = _directions(values_VX, view)
-        ids_V = torch.arange(len(table_VX))
         layers = view.segments[0].last + 1 - view.segments[0].first
         for session, disk in enumerate(view.disks):
             # A file is taken for plain numbers: keys of layer 0 first, and its values behind them.
@@ -167,7 +165,7 @@ class CacheAtRest(Attack):
             rows_TX = _directions(values_KTC.transpose(0, 1).reshape(tokens, K * C), view)
             cosines_TV = rows_TX @ table_VX.t()
             work.compared += cosines_TV.numel()
-            guesses = {token: best(1 - own_V, ids_V) for token, own_V in enumerate(cosines_TV)}
+            guesses = {token: best(1 - own_V) for token, own_V in enumerate(cosines_TV)}
             yield Reading("cache on disk", session, range(len(rows_TX)), guesses)
 
 
@@ -234,9 +232,8 @@ class LowDimensionalPads(Attack):
         if refusal := super().refuses(view):
             return refusal
         known = len(_known_rows(view))
-        if not known:
-            return "no row of a known token crossed"
-        return None if known >= 3 else f"only {known} rows of a known token crossed"
+        count = f"only {known} rows" if known else "no row"
+        return None if known >= 3 else f"{count} of a known token crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Learn the span, take it away from rows and from the dictionary, and compare."""

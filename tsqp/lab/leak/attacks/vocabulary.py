@@ -17,9 +17,7 @@ from torch.nn.functional import normalize
 
 from gpu_side.weights import load_weights
 from protocol.messages import SegmentRequest, TensorReply
-from protocol.model.checkpoint import Checkpoint, lm_head_name
-from protocol.model.config import read_config
-from protocol.model.weights import CPU, load_tensor
+from protocol.model.weights import CPU
 from protocol.tensors import to_torch
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, read_frames
 from tsqp.lab.leak.matching import (
@@ -29,6 +27,7 @@ from tsqp.lab.leak.matching import (
     Observed,
     squares,
 )
+from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.row_masks import RowPermutation
 
@@ -158,10 +157,8 @@ def vocabulary(view: View) -> torch.Tensor:
     """
     if view.policy.feature_mask is None:
         return torch.arange(view.public.config.vocab_size)
-    served = Checkpoint(view.served)
-    shape = (view.public.config.vocab_size, view.public.config.hidden_size)
-    name = lm_head_name(read_config(view.served))
-    served_VD = load_tensor(served, name, shape, dtype=torch.float32)
+    # The service's model is a public one to the service itself.
+    served_VD = PublicModel(view.served).lm_head_VD
     ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
     return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
 
