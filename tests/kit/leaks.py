@@ -140,9 +140,8 @@ def truth_of(ids: Sequence[int], prompt: int, last: int = 0) -> Truth:
     return Truth(
         prompt=tuple(ids[:prompt]),
         answer=(*ids[prompt:], last),
-        sent=tuple(ids),
-        answers=tuple(token >= prompt for token in range(len(ids))),
-        last=last,
+        tokens=(*ids, last),
+        prompted=min(prompt, len(ids)),
     )
 
 

@@ -83,9 +83,8 @@ def test_of_every_policy_steps_are_the_forward_passes(
     for session, prompt in zip(played.sessions, prompts, strict=True):
         sizes = [1, 1, 1] if name == "shielded" else [len(prompt), 1, 1, 1]
         truth, every = session.truth, [*prompt, *session.truth.answer[:-1]]
-        assert list(truth.sent) == every[-sum(sizes) :]
-        assert truth.answers == tuple(at >= len(prompt) for at in range(len(every)))[-sum(sizes) :]
-        assert (len(truth.answer), truth.last) == (4, truth.answer[-1])
+        assert list(truth.tokens) == [*every[-sum(sizes) :], truth.answer[-1]]
+        assert (len(truth.answer), truth.prompted) == (4, sum(sizes) - 3)
         assert len(session.traces) == policy.services
         for trace in session.traces:
             assert [step.tokens for step in trace.steps] == sizes
@@ -139,7 +138,7 @@ def test_rows_that_a_mask_adds_are_known_by_the_policy(
     assert [step.tokens for step in trace.steps] == sizes
     every = [*prompt, *session.truth.answer[:-1]]
     start = {5: 0, 1: 5}[sizes[0]] - (len(sizes) == 4 and sizes[0] == 1)
-    assert list(session.truth.sent) == every[start : start + sum(sizes)]
+    assert list(session.truth.tokens[:-1]) == every[start : start + sum(sizes)]
     assert {call.where[1] for call in trace.calls} == {one for one, _ in policy.leaving()}
 
 

@@ -193,7 +193,6 @@ class AttackRunner:
         """Let every attack at each service of a recording."""
         settings, watch = self.settings, self._watch
         truths = [session.truth for session in recording.sessions]
-        answers = [flag for truth in truths for flag in truth.answers]
         tried: list[tuple[AttackRun, list[Reading]]] = []
         services = recording.policy.services
         if recording.observable:
@@ -213,8 +212,9 @@ class AttackRunner:
             standing=PolicyEntry(recording.policy).standing,
             services=policy.services,
             nothing=None if recording.observable else "nothing leaves the TEE",
-            sent_prompt=answers.count(False),
-            sent_answer=answers.count(True),
+            sent_prompt=sum(truth.prompted for truth in truths),
+            # The last one went through no model.
+            sent_answer=sum(len(truth.tokens[:-1]) - truth.prompted for truth in truths),
             cost=None,
             runs=runs,
             untried=untried(recording, runs),

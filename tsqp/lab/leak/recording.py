@@ -170,15 +170,15 @@ class _Found(SpilledSession):
 class Truth:
     """What was said, which no attack is shown. Token ids.
 
-    `sent`: the tokens that went through the model while a service was asked, in order; `answers`:
-    which of them are the answer's. `last`: the token that was sampled behind the last of them.
+    `tokens`: what a trace is about: the tokens that went through the model while a service was
+    asked, in order, and the one that was sampled behind the last of them. `prompted`: how many of
+    them are the prompt's, which are the first; the others are the answer's.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    sent: tuple[int, ...]
-    answers: tuple[bool, ...]
-    last: int | None = None
+    tokens: tuple[int, ...]
+    prompted: int
 
 
 @dataclass(frozen=True)
@@ -273,12 +273,12 @@ def play(
                     f"{len(positions)}, which went through the model: steps of this policy"
                     " cannot be told apart, or what its mask adds cannot",
                 )
+            about = [*positions, positions[-1] + 1] if positions else []
             truth = Truth(
                 prompt=tuple(prompt),
                 answer=tuple(sequence.token_ids),
-                sent=tuple(every[position] for position in positions),
-                answers=tuple(position >= len(prompt) for position in positions),
-                last=every[positions[-1] + 1] if positions else None,
+                tokens=tuple(every[position] for position in about),
+                prompted=sum(position < len(prompt) for position in positions),
             )
             disk = None
             if policy.segments(config.num_hidden_layers):
