@@ -16,7 +16,6 @@ from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import FUSED_MODULES, Request
 from protocol.tensors import WireTensor, from_torch, to_torch
-from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import Operator, is_linear
 from tests.kit import ask
@@ -59,13 +58,11 @@ def recorded(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     new_tokens: int = 4,
-    **settings: Any,
 ) -> Recording:
     """Run prompts under a policy; what the masks draw is the same each time."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
-    masks = MaskSettings(calibration=model.calibration if chosen.arithmetic == "int8" else None)
     folder.mkdir(exist_ok=True)
-    played = PlaySettings(model.directory, new_tokens, masks=masks, **settings)
+    played = PlaySettings(model.directory, new_tokens)
     draw = random.Random(0).randbytes
     with patch.object(os, "urandom", draw), patch.object(secrets, "token_bytes", draw):
         return play(chosen, prompts, played, folder)

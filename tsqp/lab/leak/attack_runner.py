@@ -124,13 +124,12 @@ def tasks_of(settings: LeakSettings) -> list[AttackTask]:
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
-    times = len(settings.attacks)
     return curves + [
         AttackTask(
             policy.name,
             policy,
             noisy=False,
-            steps=1 + times * (policy.services + (policy.services > 1)),
+            steps=1 + len(settings.attacks) * (policy.services + (policy.services > 1)),
         )
         for policy in policies
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,6 @@ class PlaySettings:
     dtype: FloatDtype | None = None
     temperature: float = 0.0
     seed: int = 0
-    masks: MaskSettings = field(default_factory=MaskSettings)
 
 
 def play(
@@ -336,14 +335,18 @@ def _stage(
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)
-    served, masks, key = settings.model, settings.masks, folder / KEY
+    served, key = settings.model, folder / KEY
     if policy.feature_mask is not None:
         served = folder / SERVED
         provision(settings.model, policy.feature_mask, served, key)
-        masks = replace(masks, key=key)
     try:
         assembly = Assembly(
-            policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS
+            policy,
+            config,
+            checkpoint,
+            model,
+            MaskSettings(key=None if policy.feature_mask is None else key),
+            step_tokens=DEFAULT_STEP_TOKENS,
         )
     finally:
         # It has been read. An attack is given `served`, and would find the key beside it.
