@@ -179,7 +179,7 @@ class AttackRunner:
         alone = self._leak(recording, policy, "service")
         if policy.services < 2:
             return (alone,)
-        colluding = self._leak(together(recording, self._config), policy, "colluding services")
+        colluding = self._leak(together(recording), policy, "colluding services")
         # In the clear the observer has what the services have together.
         seen: dict[str, object] = {"adversary": "observer of all links"}
         if settings.shares_in_the_clear:
@@ -193,16 +193,12 @@ class AttackRunner:
         settings, watch = self.settings, self._watch
         truths = [session.truth for session in recording.sessions]
         tried: list[tuple[AttackRun, list[Reading]]] = []
-        services = recording.policy.services
-        if recording.observable:
-            for service in range(services):
-                view = self._view(recording, service, settings.search_sessions)
-                for attack in settings.attacks:
-                    watch.doing(f"{policy.name}: {attack.name}")
-                    tried.append(self._attack(attack, view, recording, service))
-                    watch.step(1)
-        else:
-            watch.step(services * len(settings.attacks))
+        for service in range(recording.policy.services):
+            view = self._view(recording, service, settings.search_sessions)
+            for attack in settings.attacks:
+                watch.doing(f"{policy.name}: {attack.name}")
+                tried.append(self._attack(attack, view, recording, service))
+                watch.step(1)
         runs = tuple(run for run, _ in tried)
         made = PolicyLeak(
             policy=policy.name,
@@ -210,7 +206,7 @@ class AttackRunner:
             summary=policy.summary,
             standing=PolicyEntry(recording.policy).standing,
             services=policy.services,
-            nothing=None if recording.observable else "nothing leaves the TEE",
+            nothing=None if policy.services else "nothing leaves the TEE",
             sent_prompt=sum(truth.prompted for truth in truths),
             # The last one went through no model.
             sent_answer=sum(len(truth.tokens[:-1]) - truth.prompted for truth in truths),
@@ -218,7 +214,7 @@ class AttackRunner:
             runs=runs,
             untried=untried(recording, runs),
             blind=1 / self._config.vocab_size,
-            lengths=lengths(recording.sessions) if recording.observable else None,
+            lengths=lengths(recording.sessions) if policy.services else None,
             reconstruction=None,
         )
         if made.best is None:
@@ -339,7 +335,7 @@ class AttackRunner:
                 )
             recording = self._controls[path]
             scores: tuple[Score, ...] = ()
-            if recording.observable:
+            if recording.policy.services:
                 # Of noise as few candidates as there.
                 view = self._view(recording, 0, self.settings.search_sessions, noisy=noisy)
                 # What reads nothing on a disk must read it where nothing is encrypted.

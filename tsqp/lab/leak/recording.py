@@ -202,11 +202,6 @@ class Recording:
     sessions: tuple[RecordedSession, ...]
 
     @property
-    def observable(self) -> bool:
-        """Whether anything crossed."""
-        return any(trace.messages for session in self.sessions for trace in session.traces)
-
-    @property
     def disks(self) -> list[Disk]:
         """The sessions' files, none where the service keeps no cache."""
         return [session.disk for session in self.sessions if session.disk is not None]
@@ -367,14 +362,13 @@ def _stage(
 # ------------------------------------------------------------------------------------- adversaries
 
 
-def together(recording: Recording, config: ModelConfig) -> Recording:
+def together(recording: Recording) -> Recording:
     """Return a recording of shares as an adversary with all of them reads it: in the clear.
 
     Raises TraceError where requests to the services do not belong together.
     """
-    added = added_rows(recording.policy, config)
     sessions = tuple(
-        RecordedSession((Trace(_summed(session.traces), added),), session.truth)
+        RecordedSession((_summed(*session.traces),), session.truth)
         for session in recording.sessions
     )
     # Without the masks that span services, whose shares are known.
@@ -393,12 +387,11 @@ def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
     return policy.model_copy(update={"operators": operators})
 
 
-def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
+def _summed(first: Trace, second: Trace) -> Trace:
     """Add every request to the second service to the one to the first that it belongs to.
 
     Requests keep their order, and those that are no shares go to the first service alone.
     """
-    first, second = traces
     shares = [read_frames(frames) for frames in second.messages]
     messages: list[tuple[bytes, ...]] = []
     for frames in first.messages:
@@ -423,4 +416,4 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
         f"{len(shares)} requests to the second service alone",
         "none",
     )
-    return tuple(messages)
+    return Trace(tuple(messages), first.added)
