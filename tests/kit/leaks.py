@@ -16,17 +16,15 @@ from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, encode_request
 from protocol.messages import FUSED_MODULES, Request
 from protocol.tensors import WireTensor, from_torch, to_torch
-from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.words import Operator, is_linear
 from tests.kit import ask
 from tests.kit.model import SavedModel, make_model, policy_of, token_ids
-from tsqp.lab.leak.attack import Attack, View, Work
+from tsqp.lab.leak.attack import Attack, Trace, View, Where, Work
 from tsqp.lab.leak.model import AttackRun, Control, PolicyLeak, Rate, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import PlaySettings, Recording, Truth, play
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import Trace, Where
 from tsqp.run.settings import model_directory
 
 Message = tuple[bytes, ...]
@@ -60,16 +58,14 @@ def recorded(
     folder: Path,
     prompts: Sequence[Sequence[int]],
     new_tokens: int = 4,
-    **settings: Any,
 ) -> Recording:
     """Run prompts under a policy; what the masks draw is the same each time."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
-    masks = MaskSettings(calibration=model.calibration if chosen.arithmetic == "int8" else None)
     folder.mkdir(exist_ok=True)
-    played = PlaySettings(model.directory, folder, new_tokens, masks=masks, **settings)
+    played = PlaySettings(model.directory, new_tokens)
     draw = random.Random(0).randbytes
     with patch.object(os, "urandom", draw), patch.object(secrets, "token_bytes", draw):
-        return play(chosen, prompts, played)
+        return play(chosen, prompts, played, folder)
 
 
 def sending(*operators: Operator, name: str = "planted", phase: str | None = None) -> Policy:
@@ -141,9 +137,8 @@ def truth_of(ids: Sequence[int], prompt: int, last: int = 0) -> Truth:
     return Truth(
         prompt=tuple(ids[:prompt]),
         answer=(*ids[prompt:], last),
-        sent=tuple(ids),
-        answers=tuple(token >= prompt for token in range(len(ids))),
-        last=last,
+        tokens=(*ids, last),
+        prompted=min(prompt, len(ids)),
     )
 
 

@@ -29,14 +29,13 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import AttackError, View, Work
+from tsqp.lab.leak.attack import AttackError, Trace, View, Work
 from tsqp.lab.leak.attacks import ATTACKS, find_attacks
 from tsqp.lab.leak.attacks.vocabulary import Logits
 from tsqp.lab.leak.laboratory import weakened_policies
 from tsqp.lab.leak.matching import FIRST
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import Recording
-from tsqp.lab.leak.trace import Trace
 
 # Tokens of two prompts, and of two answers but for the one that is sampled last.
 PROMPTS, ANSWERS = 9 + 6, 3 + 3
@@ -234,7 +233,7 @@ def test_logits_name_the_next_token_of_steps_that_have_some(
     assert {index: guess[0] for index, guess in reading.guesses.items()} == {6: tops[0], 8: tops[1]}
 
 
-HERE = Path(inspect.getfile(tsqp.lab.leak)).parent
+HERE = Path(inspect.getfile(tsqp.lab.leak)).parent / "attacks"
 SAID = {"name": "'mine'", "control": "'published'", "published": "1"}
 HEAD = "from tsqp.lab.leak.attack import Attack\n"
 IMPORTED = "from tsqp.lab.leak.attacks.vocabulary import Logits\n"
@@ -246,7 +245,7 @@ def attack(**changed: str) -> str:
 
 
 def test_every_attack_in_the_folder_is_found_by_its_name_and_has_controls_that_load() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in (HERE / "attacks").glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in HERE.glob("*.py"))
     assert {attack for attack, _, _ in LEAKS} == set(ATTACKS.builtin)
     assert len(ATTACKS.builtin) == text.count("\n    name: ClassVar[str] = ")
     for name in ATTACKS.names():

@@ -21,13 +21,12 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import token_ids
 from tests.kit.rows import each_row
-from tsqp.lab.leak.attack import TOP, Attack, Work
+from tsqp.lab.leak.attack import TOP, Attack, Trace, Where, Work
 from tsqp.lab.leak.attacks.beam_search import NoiseAveraging
 from tsqp.lab.leak.attacks.first_layer import LowDimensionalPads, PadReuse
-from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Matcher, Observed, search
+from tsqp.lab.leak.matching import FIRST, FeatureMatcher, Observed, search
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.score import score
-from tsqp.lab.leak.trace import Trace, Where
 
 DEEP: Where = (1, "gate_up_proj")
 
@@ -41,7 +40,7 @@ def observed(rows_RI: torch.Tensor, tokens: int | None = None) -> Observed:
     return Observed(FIRST, rows_RI, tokens or count, 1e-3, list(range(count)))
 
 
-class Planned(Matcher):
+class Planned(FeatureMatcher):
     """Says what it is told of each token of the vocabulary, known by its first layer's input."""
 
     def __init__(self, public: PublicModel, distances_V: torch.Tensor) -> None:
@@ -60,11 +59,11 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
         assert found.tolist() == pytest.approx([2**0.5 * (row != token) for row in range(3)])
     # With more rows than tokens a mask has put some among them: they stand in no order.
     assert ordered.distances(observed(rows, tokens=2), 0, rows).tolist() == [0, 0, 0]
-    matcher.found(seen, 0, rows[1])
+    matcher.found(seen, rows[1])
     assert matcher.distances(seen, 1, rows).tolist() == pytest.approx([0, 2**0.5, 0])
     # Of two that are equal each is used; of none that is left all are far.
-    matcher.found(seen, 1, rows[1])
-    matcher.found(seen, 2, rows[1])
+    matcher.found(seen, rows[1])
+    matcher.found(seen, rows[1])
     assert (seen.left, *matcher.distances(seen, 2, rows)) == ([], *[torch.inf] * 3)
 
 

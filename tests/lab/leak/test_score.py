@@ -56,7 +56,7 @@ def test_readings_are_counted(
 
 def test_guesses_and_different_tokens_are_counted() -> None:
     """What repeats is one of a kind; what was given up is no guess."""
-    truth = Truth((7, 7, 8), (9, 9), (7, 7, 8, 9), (False, False, False, True), 9)
+    truth = Truth((7, 7, 8), (9, 9), (7, 7, 8, 9, 9), 3)
     reading = Reading("here", 0, range(5), {0: (7,), 1: (7,), 2: (1,), 3: (9,)})
     (found,) = score([reading], [truth])
     assert (found.top1.hits, found.kinds, found.guessed, found.gave_up) == (3, 2, 4, False)

@@ -16,6 +16,7 @@ from protocol.model.weights import CPU
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy, load_policy
+from tee_side.words import PHASES
 from tests.kit.leaks import (
     begun,
     linear,
@@ -27,6 +28,7 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
+from tsqp.lab.leak.attack import Trace, TraceError
 from tsqp.lab.leak.model import Rate
 from tsqp.lab.leak.recording import (
     KEY,
@@ -39,7 +41,6 @@ from tsqp.lab.leak.recording import (
     play,
 )
 from tsqp.lab.leak.score import lengths, read_lengths
-from tsqp.lab.leak.trace import Trace, TraceError
 from tsqp.lab.research.feature_key import FeatureKey
 
 # A row of each kind: in the clear, masks that add rows, products, pads, segments, two services.
@@ -82,9 +83,8 @@ def test_of_every_policy_steps_are_the_forward_passes(
     for session, prompt in zip(played.sessions, prompts, strict=True):
         sizes = [1, 1, 1] if name == "shielded" else [len(prompt), 1, 1, 1]
         truth, every = session.truth, [*prompt, *session.truth.answer[:-1]]
-        assert list(truth.sent) == every[-sum(sizes) :]
-        assert truth.answers == tuple(at >= len(prompt) for at in range(len(every)))[-sum(sizes) :]
-        assert (len(truth.answer), truth.last) == (4, truth.answer[-1])
+        assert list(truth.tokens) == [*every[-sum(sizes) :], truth.answer[-1]]
+        assert (len(truth.answer), truth.prompted) == (4, sum(sizes) - 3)
         assert len(session.traces) == policy.services
         for trace in session.traces:
             assert [step.tokens for step in trace.steps] == sizes
@@ -138,7 +138,7 @@ def test_rows_that_a_mask_adds_are_known_by_the_policy(
     assert [step.tokens for step in trace.steps] == sizes
     every = [*prompt, *session.truth.answer[:-1]]
     start = {5: 0, 1: 5}[sizes[0]] - (len(sizes) == 4 and sizes[0] == 1)
-    assert list(session.truth.sent) == every[start : start + sum(sizes)]
+    assert list(session.truth.tokens[:-1]) == every[start : start + sum(sizes)]
     assert {call.where[1] for call in trace.calls} == {one for one, _ in policy.leaving()}
 
 
@@ -161,12 +161,13 @@ def test_the_rest_of_a_long_prompt_is_not_decode(tmp_path: Path) -> None:
 def test_lengths_follow_from_rows() -> None:
     """Of three rows that a mask adds to each, too; of a prompt that stays nothing is known."""
 
-    def trace(*rows: int) -> Trace:
-        return Trace(tuple(linear((0, "down_proj"), torch.ones(count, 8)) for count in rows))
+    def trace(*rows: int, more: int = 0) -> Trace:
+        made = tuple(linear((0, "down_proj"), torch.ones(count + more, 8)) for count in rows)
+        return Trace(made, {((0, "down_proj"), phase): more for phase in PHASES} if more else {})
 
-    rows = ((7, 1, 1), (512, 88, 1), (10, 4, 4), (1, 1, 1), ())
-    expected = [(7, 3), (600, 2), (7, 3), (None, 4), (None, 1)]
-    assert [read_lengths(trace(*sizes)) for sizes in rows] == expected
+    rows = {(7, 1, 1): (7, 3), (512, 88, 1): (600, 2), (1, 1, 1): (None, 4), (): (None, 1)}
+    for more in (0, 3):
+        assert {sizes: read_lengths(trace(*sizes, more=more)) for sizes in rows} == rows
     truth = truth_of(begun(6)[0], 4)
     sessions = [RecordedSession((trace(*sizes),), truth) for sizes in ((4, 1, 1), (5, 1), (1, 1))]
     found = lengths(sessions)
@@ -219,7 +220,8 @@ def test_a_cloaks_service_gets_other_weights_and_no_key(
     played = play(
         load_policy(name),
         begun(4, 3),
-        PlaySettings(model.directory, folder, 2),
+        PlaySettings(model.directory, 2),
+        folder,
         lambda _done, _total: beside.append([path.name for path in folder.iterdir()]),
     )
     assert beside == [[SERVED], [SERVED]]
@@ -235,7 +237,7 @@ def test_no_key_is_left_where_logits_were_asked_for_or_it_was_refused(
 ) -> None:
     logits, refused, prompts = tmp_path / "logits", tmp_path / "refused", begun(5, 4)
     logits.mkdir()
-    found = logits_of(load_policy("cloak"), prompts, PlaySettings(model.directory, logits, 2))
+    found = logits_of(load_policy("cloak"), prompts, PlaySettings(model.directory, 2), logits)
     for ids, logits_TV in zip(prompts, found, strict=True):
         assert torch.allclose(logits_TV, model.logits(ids), atol=2e-3)
 

@@ -1,29 +1,248 @@
 """What an attack is: bytes that reached a service in, tokens out.
 
-An attack gets a `View`: the traces of one service, and what is public. It never sees the truth. It
-has to say, as class attributes, which result it must repeat to be believed; its docstring says what
-it reads. A new one is one file: see docs/write-an-attack.md.
+An attack gets a `View`: the traces of one service, and what is public. It never sees the truth. A
+trace is one session: the requests of one prompt, in order, as bytes and as what the service's owner
+reads in them. An attack has to say, as class attributes, which result it must repeat to be
+believed; its docstring says what it reads. A new one is one file: see docs/write-an-attack.md.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
-from protocol.errors import InputError
-from protocol.messages import LinearOperator
+from gpu_side.encoding import open_request, read_request
+from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
+from protocol.errors import InputError, ProtocolError
+from protocol.messages import (
+    FUSED_MODULES,
+    EmbeddingRequest,
+    HealthRequest,
+    InitRequest,
+    LinearOperator,
+    LinearRequest,
+    MatmulRequest,
+    ModuleName,
+    Request,
+    RingLinearRequest,
+    SeededRingLinearRequest,
+    SegmentRequest,
+)
+from protocol.tensors import WireTensor, to_torch
 from tee_side.policy.placement import Policy, Segment
-from tee_side.words import Operator, is_linear
+from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.words import OPERATORS, PHASES, PRODUCTS, Operator, Phase, is_linear
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Call, Trace, TraceStep, Where, forward_order
+
+# A layer (None: the operator belongs to none) and an operator.
+Where: TypeAlias = tuple[int | None, Operator]
+
+# What a policy sends away in a phase, and how many rows each request's mask adds.
+Added: TypeAlias = Mapping[tuple[Where, Phase], int]
+
+_OPERATOR_OF: dict[ModuleName, Operator] = {
+    module: operator for operator, modules in FUSED_MODULES.items() for module in modules
+}
+
+
+class TraceError(InputError):
+    """A trace that cannot be read, or was cut short."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One request as the service read it. `modules`: of a linear operator, else empty."""
+
+    where: Where
+    modules: tuple[ModuleName, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The first tensor, one row a token for all but products of attention: [R, I]."""
+        first = self.tensors[0]
+        return first if first.dim() == 1 else first.reshape(-1, first.shape[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class TraceStep:
+    """The requests of one forward pass.
+
+    `first`: how many tokens went by in earlier steps of the trace; `tokens`: how many went through
+    in this one, which is less than the rows where a mask adds some.
+    """
+
+    first: int
+    tokens: int
+    calls: tuple[Call, ...]
+
+    def at(self, where: Where) -> Call | None:
+        """Return the first request of an operator in this step, None if it was not sent."""
+        return next((call for call in self.calls if call.where == where), None)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The frames of every request that reached a service in one session, in order.
+
+    `added`: what the policy says about the rows of every request, as public as the policy; empty
+    where it is not known.
+    """
+
+    messages: tuple[tuple[bytes, ...], ...]
+    added: Added = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """What carries tensors. Raises TraceError."""
+        return tuple(_calls(self.messages))
+
+    @cached_property
+    def steps(self) -> tuple[TraceStep, ...]:
+        """The forward passes. Raises TraceError.
+
+        A step begins where the order of operators begins anew. Where it is not known what masks
+        add, each row is a token.
+        """
+        groups = list(_groups(self.calls, self.added))
+        # What has a row for each token of a step: the LM head has fewer.
+        each = [
+            [call for call in group if call.where[1] not in (*PRODUCTS, "lm_head")]
+            for group in groups
+        ]
+        rows = [max((len(call.rows) for call in group), default=1) for group in each]
+        sizes = _counted(each, self.added) if self.added else rows
+        before = accumulate(sizes, initial=0)
+        return tuple(
+            TraceStep(first, tokens, tuple(group))
+            for first, tokens, group in zip(before, sizes, groups, strict=False)
+        )
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens went through the model while the service was asked."""
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def places(self) -> list[Where]:
+        """What the service was asked for, in the order of a forward pass."""
+        return sorted({call.where for call in self.calls}, key=forward_order)
+
+
+def read_frames(frames: Sequence[bytes]) -> Request:
+    """Return the request in the frames of a message, as its service reads it.
+
+    Raises ProtocolError.
+    """
+    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
+    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+
+
+def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:
+    layer: int | None = None
+    products = 0
+    for number, frames in enumerate(messages):
+        try:
+            request = read_frames(frames)
+        except ProtocolError as error:
+            raise TraceError(
+                f"trace: message {number + 1} of {len(messages)}",
+                got=f"{error.where}: {error.got}",
+                expected="a whole request",
+            ) from error
+        where: Where = None, "lm_head"
+        modules: tuple[ModuleName, ...] = ()
+        match request:
+            case InitRequest() | HealthRequest():
+                continue
+            case LinearRequest() | RingLinearRequest():
+                layer, modules, products = request.layer_idx, request.module_names, 0
+                where = layer, _OPERATOR_OF[modules[0]]
+            case EmbeddingRequest():
+                where = None, "embedding"
+            case SegmentRequest():
+                where = request.first_layer, "segment"
+            case MatmulRequest():
+                # Products do not say whose they are; their order does.
+                where = layer, "attn_values" if products % 2 else "attn_scores"
+                products += 1
+        tensors = tuple(to_torch(value) for _, value in request if isinstance(value, WireTensor))
+        yield Call(where, modules, tensors)
+
+
+def _groups(calls: Sequence[Call], added: Added) -> Iterator[list[Call]]:
+    group: list[Call] = []
+    # What is sent in one phase alone.
+    alone = {
+        where: phase
+        for where, phase in added
+        if (where, "decode") not in added or (where, "prefill") not in added
+    }
+    for call in calls:
+        # The same modules of the same layer again, or earlier ones: another step.
+        again = any((one.where, one.modules) == (call.where, call.modules) for one in group) or (
+            bool(group) and forward_order(call.where) < forward_order(group[-1].where)
+        )
+        # Decode begins: it alone sends this, and prefill alone something before it.
+        turns = alone.get(call.where) == "decode" and any(
+            alone.get(one.where) == "prefill" for one in group
+        )
+        if again or turns:
+            yield group
+            group = []
+        group.append(call)
+    if group:
+        yield group
+
+
+def place_name(where: Where) -> str:
+    """Name a place for people."""
+    layer, operator = where
+    return operator if layer is None else f"layer {layer} {operator}"
+
+
+def forward_order(where: Where) -> tuple[int, int]:
+    """Return what sorts places as a forward pass goes through them."""
+    layer, operator = where
+    if layer is None:
+        return (-1, 0) if operator == "embedding" else (2**31, 0)
+    # A segment stands where its first layer begins.
+    return layer, -1 if operator == "segment" else OPERATORS.index(operator)
+
+
+def _counted(groups: Sequence[Sequence[Call]], added: Added) -> list[int]:
+    """Return the tokens of steps under masks that are known."""
+    sizes: list[int] = []
+    phase: Phase = "prefill" if any(phase == "prefill" for _, phase in added) else "decode"
+    for group in groups:
+        prompt, decoded = (_tokens(group, phase, added) for phase in PHASES)
+        # The first step is of the prompt. Behind it, one of one token is decode: only the rest of
+        # a prompt could be mistaken for it.
+        if prompt is None or (sizes and decoded == {1}):
+            phase = "decode"
+        found = decoded if phase == "decode" else prompt
+        sizes.append(max(1, *(found or {1})))
+    return sizes
+
+
+def _tokens(group: Sequence[Call], phase: Phase, added: Added) -> set[int] | None:
+    """Return how many tokens requests are about in a phase, None where not all are sent in it."""
+    if any((call.where, phase) not in added for call in group):
+        return None
+    return {len(call.rows) - added[call.where, phase] for call in group}
+
+
+# ----------------------------------------------------------------------------------------- attacks
 
 # Guesses that are scored for each token, best first.
 TOP = 5
+# Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
+LEAST_SIGMA = 1e-3
 
 
 class AttackError(InputError):
@@ -40,6 +259,22 @@ class Work:
 
     compared: int = 0
     modelled: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an attack read in one session at one place.
+
+    `where`: for people: "layer 0 qkv_proj"; `session`: index of the trace; `tokens`: the indices of
+    tokens that it tried to read, in the order in which they went through the model; `guesses`:
+    token ids, best first, by such an index, at most `TOP`. What has no guess counts as not read.
+    The index behind the last token is that of the token that was sampled last.
+    """
+
+    where: str
+    session: int
+    tokens: range
+    guesses: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +306,7 @@ class View:
         rows_RI, (layer, operator) = call.rows, call.where
         if rows_RI.dtype != torch.int32 or layer is None or not is_linear(operator):
             return rows_RI.float()
-        return rows_RI.float() * self.public.input_scale((layer, operator))
+        return rows_RI.float() * self.public.scales.sites[layer, operator].input_scale
 
     def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
         """Yield each step in which something was asked for: its session, itself, the request."""
@@ -107,6 +342,11 @@ class View:
         """The policy's segments of the model."""
         return self.policy.segments(self.public.config.num_hidden_layers)
 
+    @property
+    def masked_segments(self) -> bool:
+        """Whether what segments get is masked, in any phase."""
+        return any(one.mask is not None for one in self.policy.operators.get("segment", ()))
+
     def row_places(self) -> list[Where]:
         """Return `linear_places` and segments, whose rows are hidden states before any norm."""
         found = {where for trace in self.traces for where in trace.places}
@@ -114,6 +354,28 @@ class View:
             (layer, operator)
             for layer, operator in sorted(found, key=forward_order)
             if layer is not None and (is_linear(operator) or operator == "segment")
+        ]
+
+    def sigma(self, where: Where, phase: Phase) -> float | None:
+        """Return the standard deviation of what a mask adds at a place, `LEAST_SIGMA` of none.
+
+        None where a mask does anything else.
+        """
+        layer, operator = where
+        mask = self.policy.at(operator, layer or 0, phase).mask
+        if mask is None:
+            return LEAST_SIGMA
+        if not isinstance(mask, AdditiveMask) or mask.arithmetic != "float":
+            return None
+        sigma = mask.model_dump().get("sigma")
+        return max(float(sigma), LEAST_SIGMA) if isinstance(sigma, int | float) else None
+
+    def noisy_places(self) -> list[Where]:
+        """Return those of `linear_places` where `sigma` is known, in both phases."""
+        return [
+            where
+            for where in self.linear_places()
+            if all(self.sigma(where, phase) is not None for phase in PHASES)
         ]
 
     def linear_places(self, *operators: LinearOperator) -> list[tuple[int, LinearOperator]]:
@@ -127,34 +389,17 @@ class View:
         ]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What an attack read in one session at one place.
-
-    `where`: for people: "layer 0 qkv_proj"; `session`: index of the trace; `tokens`: the indices of
-    tokens that it tried to read, in the order in which they went through the model; `guesses`:
-    token ids, best first, by such an index, at most `TOP`. What has no guess counts as not read.
-    The index behind the last token is that of the token that was sampled last.
-    """
-
-    where: str
-    session: int
-    tokens: range
-    guesses: Mapping[int, tuple[int, ...]]
-
-
 def far_if_nan(distances_N: torch.Tensor) -> torch.Tensor:
     """Return distances without NaN, which is farther than anything."""
     return distances_N.nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
-def best(distances_N: torch.Tensor, ids_N: torch.Tensor) -> tuple[int, ...]:
-    """Return the nearest candidates, best first; none where all are infinitely far."""
+def best(distances_N: torch.Tensor) -> tuple[int, ...]:
+    """Return which candidates are nearest, best first; none where all are infinitely far."""
     distances_N = far_if_nan(distances_N)
     if distances_N.isinf().all():
         return ()
-    order = distances_N.topk(min(TOP, len(distances_N)), largest=False).indices
-    return tuple(ids_N[order].tolist())
+    return tuple(distances_N.topk(min(TOP, len(distances_N)), largest=False).indices.tolist())
 
 
 # What an attack may need, as the reason why there is nothing for it otherwise.
@@ -177,6 +422,9 @@ NEEDS: Mapping[str, Callable[[View], object]] = {
     "no token that every prompt begins with": lambda view: view.public.first_id is not None,
     "the tokenizer puts no token in front": lambda view: view.public.first_id is not None,
     "no activations crossed": lambda view: view.row_places(),
+    "no linear operator crossed": lambda view: view.linear_places(),
+    "the hidden axis is transformed": lambda view: view.linear_places() or not view.masked_segments,
+    "neither clear nor under noise": lambda view: view.noisy_places(),
     "no keys of layer 0 crossed": lambda view: any(
         (0, "attn_scores") in trace.places for trace in view.traces
     ),

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from protocol.errors import TsqpError
-from protocol.messages import FloatDtype
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
@@ -23,7 +22,7 @@ from tee_side.words import PHASES
 from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.model import Report as BenchReport
-from tsqp.lab.leak.attack import Attack, Reading, View, Work
+from tsqp.lab.leak.attack import Attack, Reading, View, Where, Work, place_name
 from tsqp.lab.leak.model import (
     Adversary,
     AttackRun,
@@ -46,9 +45,7 @@ from tsqp.lab.leak.score import (
     strength,
     with_sigma,
 )
-from tsqp.lab.leak.trace import Where, place_name
 
-_HERE = Path(__file__).parent
 # Of a control: enough to see whether an attack works, and to learn a basis of ten pads from.
 _CONTROL_SESSIONS, _CONTROL_TOKENS = 16, 16
 # Of a curve, whose points are many.
@@ -57,8 +54,8 @@ _CURVE_SESSIONS, _CURVE_SEARCHES = 12, 1
 NOISY_CANDIDATES = 256
 
 
-@dataclass(frozen=True)
-class LeakSettings:
+@dataclass(frozen=True, kw_only=True)
+class LeakSettings(PlaySettings):
     """One run of the laboratory.
 
     `policies`: with the name or path that each was given by; `prompts`: token ids, a session each;
@@ -66,20 +63,15 @@ class LeakSettings:
     confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
     bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
     processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
-    that shares depend on are in the clear, for the observer of all of them. `noisy_candidates`: as
-    `search_candidates`, of what crossed with noise.
+    that shares depend on are in the clear, for the observer of all of them. `search_candidates`:
+    None for all, and for `NOISY_CANDIDATES` of what crossed with noise.
     """
 
     command: str
-    model: Path
     policies: tuple[tuple[str, Policy], ...]
     attacks: tuple[type[Attack], ...]
     prompts: tuple[tuple[int, ...], ...]
-    new_tokens: int
     public: Path | None = None
-    dtype: FloatDtype | None = None
-    temperature: float = 0.0
-    seed: int = 0
     search_sessions: int = 2
     search_tokens: int = 64
     search_candidates: int | None = None
@@ -89,7 +81,6 @@ class LeakSettings:
     curves: tuple[float, ...] = ()
     workers: int = 1
     shares_in_the_clear: bool = False
-    noisy_candidates: int = NOISY_CANDIDATES
 
 
 @dataclass
@@ -133,10 +124,14 @@ def tasks_of(settings: LeakSettings) -> list[AttackTask]:
         if settings.curves and noisy_mask(policy)
     ]
     # Each attack is made at each service, and at all of them together.
-    views = [policy.services + (policy.services > 1) for policy in policies]
     return curves + [
-        AttackTask(policy.name, policy, noisy=False, steps=1 + times * len(settings.attacks))
-        for policy, times in zip(policies, views, strict=True)
+        AttackTask(
+            policy.name,
+            policy,
+            noisy=False,
+            steps=1 + len(settings.attacks) * (policy.services + (policy.services > 1)),
+        )
+        for policy in policies
     ]
 
 
@@ -156,12 +151,13 @@ class AttackRunner:
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
         self._results: dict[tuple[str, str, bool], Control] = {}
-        self._model = settings.model
-        self._calibrated = False
+        # Of integers, once there are any.
+        self._calibration: Path | None = None
 
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
+            self._calibrate(task.policy)
             work = self.curve if task.noisy else self.attack
             return task.name, work(task.policy), ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
@@ -177,14 +173,13 @@ class AttackRunner:
         observer of all links, and the services together.
         """
         settings, watch = self.settings, self._watch
-        self._calibrate(policy)
         watch.doing(f"{policy.name}: recording")
-        recording = play(policy, settings.prompts, self._play_settings(settings.new_tokens))
+        recording = play(policy, settings.prompts, settings, self._new_folder())
         watch.step(1)
         alone = self._leak(recording, policy, "service")
         if policy.services < 2:
             return (alone,)
-        colluding = self._leak(together(recording, self._config), policy, "colluding services")
+        colluding = self._leak(together(recording), policy, "colluding services")
         # In the clear the observer has what the services have together.
         seen: dict[str, object] = {"adversary": "observer of all links"}
         if settings.shares_in_the_clear:
@@ -197,46 +192,40 @@ class AttackRunner:
         """Let every attack at each service of a recording."""
         settings, watch = self.settings, self._watch
         truths = [session.truth for session in recording.sessions]
-        answers = [flag for truth in truths for flag in truth.answers]
-        runs: list[AttackRun] = []
-        readings: dict[tuple[str, int], list[Reading]] = {}
-        services = recording.policy.services
-        if recording.observable:
-            for service in range(services):
-                view = self._view(recording, service, settings.search_sessions)
-                for attack in settings.attacks:
-                    watch.doing(f"{policy.name}: {attack.name}")
-                    run, found = self._attack(attack, view, recording, service)
-                    watch.step(1)
-                    runs.append(run)
-                    readings[attack.name, service] = found
-        else:
-            watch.step(services * len(settings.attacks))
+        tried: list[tuple[AttackRun, list[Reading]]] = []
+        for service in range(recording.policy.services):
+            view = self._view(recording, service, settings.search_sessions)
+            for attack in settings.attacks:
+                watch.doing(f"{policy.name}: {attack.name}")
+                tried.append(self._attack(attack, view, recording, service))
+                watch.step(1)
+        runs = tuple(run for run, _ in tried)
         made = PolicyLeak(
             policy=policy.name,
             adversary=adversary,
             summary=policy.summary,
             standing=PolicyEntry(recording.policy).standing,
             services=policy.services,
-            nothing=None if recording.observable else "nothing leaves the TEE",
-            sent_prompt=answers.count(False),
-            sent_answer=answers.count(True),
+            nothing=None if policy.services else "nothing leaves the TEE",
+            sent_prompt=sum(truth.prompted for truth in truths),
+            # The last one went through no model.
+            sent_answer=sum(len(truth.tokens[:-1]) - truth.prompted for truth in truths),
             cost=None,
-            runs=tuple(runs),
+            runs=runs,
             untried=untried(recording, runs),
             blind=1 / self._config.vocab_size,
-            lengths=lengths(recording.sessions) if recording.observable else None,
+            lengths=lengths(recording.sessions) if policy.services else None,
             reconstruction=None,
         )
         if made.best is None:
             return made
         run, best = made.best
         shown = reconstruct(
-            readings[run.attack, run.service - 1],
+            next(readings for one, readings in tried if one is run),
             run.attack,
             best.where,
             truths,
-            self._public_beside(policy),
+            view.public,
         )
         return made.model_copy(update={"reconstruction": shown})
 
@@ -249,17 +238,16 @@ class AttackRunner:
         """
         settings, attacks, points = self.settings, self.settings.attacks, []
         texts, parameter = settings.prompts[:_CURVE_SESSIONS], ""
-        self._calibrate(policy)
-        plain = logits_of(load_policy("tee-only"), texts, self._play_settings(settings.new_tokens))
+        plain = logits_of(load_policy("tee-only"), texts, settings, self._new_folder())
         for sigma in sorted(settings.curves):
             changed = with_sigma(policy, sigma)
             self._watch.doing(f"{policy.name}: sigma {sigma:g}")
-            recording = play(changed, texts, self._play_settings(settings.new_tokens))
+            recording = play(changed, texts, settings, self._new_folder())
             view = self._view(recording, 0, _CURVE_SEARCHES)
             runs = [self._attack(attack, view, recording, 0)[0] for attack in attacks]
             scored = ((run, one) for run in runs for one in run.meaningful)
             best = max(scored, key=lambda pair: pair[1].strength, default=None)
-            noisy = logits_of(changed, texts, self._play_settings(settings.new_tokens))
+            noisy = logits_of(changed, texts, settings, self._new_folder())
             perplexity, output_error = harm(texts, plain, noisy)
             parameter, strong = strength(changed, sigma, view.public)
             points.append(
@@ -275,12 +263,11 @@ class AttackRunner:
                 )
             )
             # By more than chance anywhere, be it believed or not.
-            reading = {
-                run.attack
-                for run in runs
+            attacks = tuple(
+                attack
+                for attack, run in zip(attacks, runs, strict=True)
                 if any(one.excess_low > 0 for one in run.meaningful or run.scores)
-            }
-            attacks = tuple(one for one in attacks if one.name in reading)
+            )
             self._watch.step(1)
             if not attacks:
                 break
@@ -290,7 +277,7 @@ class AttackRunner:
             parameter=parameter,
             plain_perplexity=harm(texts, plain, plain)[0],
             search_sessions=_CURVE_SEARCHES,
-            search_candidates=settings.noisy_candidates,
+            search_candidates=settings.search_candidates or NOISY_CANDIDATES,
             points=tuple(sorted(points, key=lambda point: point.strength)),
         )
 
@@ -332,25 +319,25 @@ class AttackRunner:
         noisy = is_noisy(policy)
         key = (kind.name, name, noisy)
         if key not in self._results:
-            settings = self.settings
             self._watch.doing(f"{kind.name}: control, {Path(name).stem}")
-            path = name
-            if name.endswith((".toml", ".py")):  # one that the attack's file has beside it, or ours
-                beside = Path(inspect.getfile(kind)).parent / name
-                path = str(beside if beside.is_file() else _HERE / name)
+            # A path is one from the attack's file.
+            beside = Path(inspect.getfile(kind)).parent / name
+            path = str(beside) if name.endswith((".toml", ".py")) else name
             if path not in self._controls:
                 controlled = load_policy(path)
                 self._calibrate(controlled)
+                few = min(self.settings.new_tokens, _CONTROL_TOKENS)
                 self._controls[path] = play(
                     controlled,
-                    settings.prompts[:_CONTROL_SESSIONS],
-                    self._play_settings(min(settings.new_tokens, _CONTROL_TOKENS)),
+                    self.settings.prompts[:_CONTROL_SESSIONS],
+                    replace(self.settings, new_tokens=few),
+                    self._new_folder(),
                 )
             recording = self._controls[path]
             scores: tuple[Score, ...] = ()
-            if recording.observable:
+            if recording.policy.services:
                 # Of noise as few candidates as there.
-                view = self._view(recording, 0, settings.search_sessions, noisy=noisy)
+                view = self._view(recording, 0, self.settings.search_sessions, noisy=noisy)
                 # What reads nothing on a disk must read it where nothing is encrypted.
                 view = replace(view, disks=tuple(disk.clear for disk in recording.disks))
                 scores = self._attack(kind, view, recording, 0, is_control=True)[0].scores
@@ -365,57 +352,42 @@ class AttackRunner:
             )
         return self._results[key]
 
-    def _public_beside(self, policy: Policy) -> PublicModel:
-        """Return what an attacker knows of the model, beside a service of the policy.
-
-        Which holds the linear weights of a model that is not public, unless they are transformed.
-        """
-        base = self.settings.public
-        # The same model where it is public as a whole: it remembers what it computed.
-        clear = base is None or policy.feature_mask is None
-        if clear not in self._publics:
-            self._publics[clear] = PublicModel(
-                base or self._model,
-                self._model / CALIBRATION_FILE if self._calibrated else None,
-                self._model if base is not None and clear else None,
-            )
-        return self._publics[clear]
-
     def _calibrate(self, policy: Policy) -> None:
         """Have scales for integers; they are no secret, and the attacker gets them, too."""
-        if policy.arithmetic != "int8" or self._calibrated:
-            return
-        self._watch.doing("choosing scales")
-        self._model = prepare.calibration(self._model, self._folder)
-        self._calibrated = True
-        self._publics.clear()
+        if policy.arithmetic == "int8" and self._calibration is None:
+            self._watch.doing("choosing scales")
+            model = prepare.calibration(self.settings.model, self._folder)
+            self.settings = replace(self.settings, model=model)
+            self._calibration = model / CALIBRATION_FILE
+            self._publics.clear()
 
     def _view(
         self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
     ) -> View:
-        settings = self.settings
+        settings, base = self.settings, self.settings.public
         noisy = noisy or is_noisy(recording.policy)
+        # A service holds the linear weights of a model that is not public, unless they are
+        # transformed. One model where it is public as a whole: it remembers what it computed.
+        clear = base is None or recording.policy.feature_mask is None
+        if clear not in self._publics:
+            self._publics[clear] = PublicModel(
+                base or settings.model,
+                self._calibration,
+                settings.model if base is not None and clear else None,
+            )
         return View(
             traces=tuple(session.traces[service] for session in recording.sessions),
-            public=self._public_beside(recording.policy),
+            public=self._publics[clear],
             policy=recording.policy,
             served=recording.served,
             search_sessions=sessions,
             search_tokens=settings.search_tokens,
-            search_candidates=settings.noisy_candidates if noisy else settings.search_candidates,
+            search_candidates=settings.search_candidates or (NOISY_CANDIDATES if noisy else None),
             disks=tuple(disk.encrypted for disk in recording.disks),
         )
 
-    def _play_settings(self, new_tokens: int) -> PlaySettings:
-        settings = self.settings
-        return PlaySettings(
-            model=self._model,
-            folder=Path(tempfile.mkdtemp(prefix="play-", dir=self._folder)),
-            new_tokens=new_tokens,
-            dtype=settings.dtype,
-            temperature=settings.temperature,
-            seed=settings.seed,
-        )
+    def _new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="play-", dir=self._folder))
 
 
 def untried(recording: Recording, runs: Sequence[AttackRun]) -> tuple[str, ...]:

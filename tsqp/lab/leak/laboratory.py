@@ -166,7 +166,7 @@ class Laboratory:
                 search_sessions=settings.search_sessions,
                 search_tokens=settings.search_tokens,
                 search_candidates=settings.search_candidates,
-                noisy_candidates=settings.noisy_candidates if noisy else None,
+                noisy_candidates=settings.search_candidates or NOISY_CANDIDATES if noisy else None,
             ),
             policies=tuple(
                 leak.model_copy(update={"cost": self._costs[leak.policy]})
@@ -324,7 +324,6 @@ def settings_of(
         search_sessions=options["search_prompts"],
         search_tokens=options["search_tokens"],
         search_candidates=options["search_candidates"],
-        noisy_candidates=options["search_candidates"] or NOISY_CANDIDATES,
         threads=options["threads"],
         workers=options["workers"] or min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
         margin=min(margins, default=None),
@@ -407,11 +406,10 @@ def agreement(prompts: Sequence[Sequence[int]]) -> float:
     """
     begun = len({tuple(ids[:1]) for ids in prompts}) == 1
     rests = [ids[begun:] for ids in prompts]
-    same = size = 0
-    for one, other in itertools.pairwise(rests):
-        same += sum(a == b for a, b in zip(one, other, strict=False))
-        size += min(len(one), len(other))
-    return same / size if size else 0.0
+    beside = [
+        (a, b) for one, other in itertools.pairwise(rests) for a, b in zip(one, other, strict=False)
+    ]
+    return sum(a == b for a, b in beside) / max(1, len(beside))
 
 
 def weakened_policies() -> list[str]:
@@ -436,7 +434,7 @@ def text_of(model: Path, file: Path | None) -> str:
         raise PromptError(str(path), got=type(error).__name__, expected="UTF-8 text") from None
 
 
-def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[list[int]]:
+def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> list[tuple[int, ...]]:
     """Cut a text into prompts of at most `tokens` tokens, each from the beginning of a piece.
 
     A piece begins with each BOS token in the text, or else after an empty line, and then gets what
@@ -453,9 +451,9 @@ def cut_prompts(tokenizer: Tokenizer, text: str, count: int, tokens: int) -> lis
             for part in text.split("\n\n")
             if part.strip()
         ]
-    long_enough = [piece[:tokens] for piece in pieces if len(piece) >= _LEAST_TOKENS]
+    long_enough = (tuple(piece[:tokens]) for piece in pieces if len(piece) >= _LEAST_TOKENS)
     # Two that are equal would be each other's chance.
-    found = [list(piece) for piece in dict.fromkeys(map(tuple, long_enough))]
+    found = list(dict.fromkeys(long_enough))
     PromptError.unless(
         len(found) >= count,
         "prompts",

@@ -1,13 +1,12 @@
 """Compares what crossed with what the public model computes for candidates.
 
 A mask changes rows, but something of them stays: their features but for the order, their norm, the
-space that they span. A `Matcher` is such an invariant, as a distance between candidates and what
+space that they span. A matcher is such an invariant, as a distance between candidates and what
 was observed. In the first layer a token's row does not depend on the tokens before it, so a look-up
 among all tokens suffices; deeper, a search runs candidates behind what it has read already
 (vocabulary matching: arXiv 2505.18332).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -16,9 +15,19 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best, far_if_nan
+from tsqp.lab.leak.attack import (
+    TOP,
+    Attack,
+    Reading,
+    TraceStep,
+    View,
+    Where,
+    Work,
+    best,
+    far_if_nan,
+    place_name,
+)
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import TraceStep, Where, place_name
 
 # Candidates that are run side by side. Most tokens are among the first of those that the public
 # model expects, so most searches end with the first block.
@@ -51,38 +60,6 @@ class Observed:
     left: list[int]
 
 
-class Matcher(ABC):
-    """An invariant of a mask, at one place.
-
-    `ordered`: whether rows stand in the order of tokens, so that the first layer names each by
-    itself; otherwise any row that is left may be a token's.
-    """
-
-    def __init__(self, *, ordered: bool = True) -> None:
-        self.ordered = ordered
-
-    @abstractmethod
-    def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """Return how far each candidate's input [N, I] is from what was observed: [N], relative.
-
-        `token`: which of the request's tokens is looked for, 0 for the first.
-        """
-
-    def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
-        """Return the distances of all tokens of a request from all of a dictionary: [T, V]."""
-        return torch.stack(
-            [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
-        )
-
-    def tells(self, observed: Observed) -> bool:
-        """Whether rows say whose they are."""
-        return self.ordered and len(observed.rows_RI) == observed.tokens
-
-    def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
-        """Note which candidate was taken, where that leaves fewer rows for the others."""
-        return
-
-
 # Of the last tensor, such as a dictionary, that is asked about for every row.
 @lru_cache(maxsize=1)
 def squares(states_NX: torch.Tensor) -> torch.Tensor:
@@ -105,8 +82,16 @@ def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
     return apart_RN
 
 
-class FeatureMatcher(Matcher):
-    """Rows are compared one with one, by features that the mask leaves alone."""
+class FeatureMatcher:
+    """An invariant of a mask, at one place: features of rows that the mask leaves alone.
+
+    Rows are compared by them one with one; a subclass that compares otherwise has `distances` of
+    its own. `ordered`: whether rows stand in the order of tokens, so that the first layer names
+    each by itself; otherwise any row that is left may be a token's.
+    """
+
+    def __init__(self, *, ordered: bool = True) -> None:
+        self.ordered = ordered
 
     def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -117,7 +102,11 @@ class FeatureMatcher(Matcher):
         return self.of_candidates(rows_RI)
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """See `Matcher.distances`: Euclidean, relative to the observed row."""
+        """Return how far each candidate's input [N, I] is from what was observed: [N].
+
+        Relative to the observed row. `token`: which of the request's tokens is looked for, 0 for
+        the first.
+        """
         rows = slice(token, token + 1) if self.tells(observed) else observed.left
         rows_RI = observed.rows_RI[rows]
         if not len(rows_RI):
@@ -125,18 +114,27 @@ class FeatureMatcher(Matcher):
         return self.pairwise(self.of_observed(rows_RI), _features(self, states_NI)).amin(0)
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
-        """See `Matcher.look_up`: one product for all rows, where each is a token's."""
-        if not self.tells(observed):
-            return super().look_up(observed, table_VI)
-        return self.pairwise(self.of_observed(observed.rows_RI), _features(self, table_VI))
+        """Return the distances of all tokens of a request from all of a dictionary: [T, V].
+
+        By one product for all rows, where each is a token's.
+        """
+        if self.tells(observed):
+            return self.pairwise(self.of_observed(observed.rows_RI), _features(self, table_VI))
+        return torch.stack(
+            [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
+        )
 
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
-        """Return how far every candidate is from every row: [R, N], relative to the row."""
+        """Return how far every candidate is from every row: [R, N], Euclidean, relative to it."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
         return apart(rows_RX, table_NX).div_(sizes_R1)
 
-    def found(self, observed: Observed, token: int, state_I: torch.Tensor) -> None:
-        """Use up the row that is nearest to what was taken."""
+    def tells(self, observed: Observed) -> bool:
+        """Whether rows say whose they are."""
+        return self.ordered and len(observed.rows_RI) == observed.tokens
+
+    def found(self, observed: Observed, state_I: torch.Tensor) -> None:
+        """Use up the row that is nearest to what was taken, where any may be a token's."""
         if observed.left and not self.ordered:
             rows = self.of_observed(observed.rows_RI[observed.left])
             taken = self.of_candidates(state_I[None])
@@ -170,14 +168,15 @@ def dictionary(view: View, where: Where) -> torch.Tensor:
     return view.public.embedding_VD if where == FIRST_SEGMENT else view.public.dictionary_VD
 
 
-def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> Iterator[Reading]:
+def look_up(
+    view: View, matcher: FeatureMatcher, work: Work, where: Where = FIRST
+) -> Iterator[Reading]:
     """Look every token up in the first layer's dictionary, where rows say whose they are.
 
     A row that crosses alone is its token's in any order: at decode there is one. Tokens whose rows
     cross among others, in no order, are for a search, and are not tried here.
     """
     table_VD = dictionary(view, where)
-    ids_V = torch.arange(len(table_VD))
     for session, trace in enumerate(view.traces):
         guesses: dict[int, tuple[int, ...]] = {}
         first: int | None = None
@@ -188,7 +187,7 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
                 distances_TV = matcher.look_up(observed, table_VD)
                 work.compared += distances_TV.numel()
                 for token, distances_V in enumerate(distances_TV):
-                    if guess := best(distances_V, ids_V):
+                    if guess := best(distances_V):
                         guesses[step.first + token] = guess
         if first is not None:
             yield Reading(place_name(where), session, range(first, trace.tokens), guesses)
@@ -198,7 +197,9 @@ def look_up(view: View, matcher: Matcher, work: Work, where: Where = FIRST) -> I
 Among: TypeAlias = Callable[[TraceStep], torch.Tensor | None]
 
 
-def present(view: View, matcher: Matcher, work: Work, step: TraceStep) -> torch.Tensor | None:
+def present(
+    view: View, matcher: FeatureMatcher, work: Work, step: TraceStep
+) -> torch.Tensor | None:
     """Return which tokens may be among the rows of a step that stand in no order.
 
     What the first layer tells of a set: a token is in it or is not.
@@ -223,13 +224,13 @@ def present(view: View, matcher: Matcher, work: Work, step: TraceStep) -> torch.
 class Matching(Attack):
     """A family of attacks: what an invariant tells of the rows at every place.
 
-    A subclass names its matcher, and whether rows stand in order: see `Matcher`.
+    A subclass names its matcher, and whether rows stand in order: see `FeatureMatcher`.
     """
 
-    compares: ClassVar[type[Matcher]]
+    compares: ClassVar[type[FeatureMatcher]]
     ordered: ClassVar[bool] = True
 
-    def matcher(self, view: View, where: Where) -> Matcher:
+    def matcher(self, view: View, where: Where) -> FeatureMatcher:
         """Return what rows are compared by at a place."""
         return self.compares(ordered=self.ordered)
 
@@ -252,7 +253,7 @@ class Matching(Attack):
 
 
 def search(
-    view: View, matcher: Matcher, where: Where, work: Work, among: Among | None = None
+    view: View, matcher: FeatureMatcher, where: Where, work: Work, among: Among | None = None
 ) -> Iterator[Reading]:
     """Read token after token at one place, by running candidates behind what was read already.
 
@@ -271,7 +272,7 @@ def search(
 def _read_on(
     view: View,
     session: int,
-    matcher: Matcher,
+    matcher: FeatureMatcher,
     where: Where,
     limit: int,
     among: Among | None,
@@ -303,7 +304,7 @@ def _read_on(
 
 def nearest(
     view: View,
-    matcher: Matcher,
+    matcher: FeatureMatcher,
     prefix: Prefix,
     observed: Observed,
     token: int,
@@ -341,9 +342,13 @@ def nearest(
         return (), 1.0
     certain = float(seen_N.amin()) <= observed.certain
     first, state_I = chosen[-1] if certain else min(chosen, key=lambda one: float(seen_N[one[0]]))
-    matcher.found(observed, token, state_I)
-    others = [one for one in best(seen_N, ids_N[: len(seen_N)]) if one != int(ids_N[first])]
-    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else _ratio(seen_N)
+    matcher.found(observed, state_I)
+    others = [int(ids_N[place]) for place in best(seen_N) if place != first]
+    # Beyond a single candidate there is none.
+    two = seen_N.topk(min(2, len(seen_N)), largest=False).values.tolist()
+    closest, beyond = [*two, torch.inf][:2]
+    ratio = closest / beyond if 0 < beyond < torch.inf else 1.0
+    return (int(ids_N[first]), *others[: TOP - 1]), 0.0 if certain else ratio
 
 
 def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain: float) -> int:
@@ -353,11 +358,3 @@ def _choose(found_N: torch.Tensor, ids_N: torch.Tensor, prefix: Prefix, certain:
         # Behind a token the same one again has a state that crossed already.
         sure = sure[ids_N[sure] != prefix.token_ids[-1]]
     return int(sure[0]) if len(sure) else int(found_N.argmin())
-
-
-def _ratio(distances_N: torch.Tensor) -> float:
-    """Return the smallest distance over the next one; 1 for a single candidate."""
-    if len(distances_N) < 2:
-        return 1.0
-    nearest, next_one = distances_N.topk(2, largest=False).values.tolist()
-    return nearest / next_one if 0 < next_one < torch.inf else 1.0

@@ -166,13 +166,14 @@ class AttackRun(_ReportModel):
         Not of those at which it gave up: what it did not guess it did not fail to read.
         """
         control = self.control
-        if control is None:
-            return ()
         return tuple(
             score
             for score in self.scores
-            if (control.works_at(score.where) and not score.gave_up)
-            or score.excess_low > _BEYOND_DOUBT
+            if control is not None
+            and (
+                (control.works_at(score.where) and not score.gave_up)
+                or score.excess_low > _BEYOND_DOUBT
+            )
         )
 
     @property
@@ -435,8 +436,12 @@ def needed(margin: float, chance: float = 0.0) -> int:
 
     def fewest(hits: int) -> int:
         """Return the fewest tokens of which so many may be hit for such an upper end."""
-        some = range(hits + 1, _MOST_TOKENS)
-        return some[bisect_left(some, True, key=lambda n: wilson(hits, n)[1] - chance <= margin)]
+        return bisect_left(
+            range(_MOST_TOKENS),
+            True,
+            lo=hits + 1,
+            key=lambda n: wilson(hits, n)[1] - chance <= margin,
+        )
 
     def enough(hits: int) -> bool:
         return by_luck(hits + 1, fewest(hits), chance) <= LUCK / _PLACES

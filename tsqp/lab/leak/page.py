@@ -120,8 +120,13 @@ def cost_against_leakage(
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter
 
-    alone = [one for one in report.policies if one.adversary == "service" and one.cost]
-    shown = [one for one in alone if one.nothing is not None or judged(one) is not None]
+    shown = [
+        one
+        for one in report.policies
+        if one.adversary == "service"
+        and one.cost
+        and (one.nothing is not None or judged(one) is not None)
+    ]
     if not shown:
         return None
     shown.sort(key=lambda one: one.cost.overhead_ms if one.cost else 0.0)
@@ -131,7 +136,7 @@ def cost_against_leakage(
         _KINDS["nothing" if one.nothing is not None else "reads" if one.above_chance else "chance"]
         for one in shown
     ]
-    scores = [score for one in shown if (score := judged(one)) is not None]
+    chances = [score.chance for one in shown if (score := judged(one)) is not None]
     with drawing(1.5 + 0.27 * len(shown)) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 3))
         left.barh(places, costs, height=0.6, color="#b9c2ca")
@@ -142,9 +147,8 @@ def cost_against_leakage(
             score = judged(one)
             rates = [score.top1 if score and not one.nothing else Rate(hits=0, n=0)]
             _rates(right, [place], rates, colour, marker, across=True)
-        if scores:
-            chance = max(score.chance for score in scores)
-            right.axvline(chance * 100, color="#999999", linewidth=0.8, linestyle="--")
+        if chances:
+            right.axvline(max(chances) * 100, color="#999999", linewidth=0.8, linestyle="--")
         right.set_xlabel(f"tokens read by the best attack{read_of}")
         _percents(right, "x")
         left.set(
@@ -175,11 +179,10 @@ def _rates(
 ) -> None:
     """Draw rates in percent with their intervals; of none, 0 without one. `across`: along x."""
     values = [100 * (rate.value or 0.0) for rate in rates]
-    lows = [100 * rate.low if rate.n else 0.0 for rate in rates]
-    highs = [100 * rate.high if rate.n else 0.0 for rate in rates]
+    ends = [(100 * rate.low, 100 * rate.high) if rate.n else (0.0, 0.0) for rate in rates]
     reach = [
-        [max(0.0, value - low) for value, low in zip(values, lows, strict=True)],
-        [max(0.0, high - value) for value, high in zip(values, highs, strict=True)],
+        [max(0.0, value - low) for value, (low, _) in zip(values, ends, strict=True)],
+        [max(0.0, high - value) for value, (_, high) in zip(values, ends, strict=True)],
     ]
     axis.errorbar(
         values if across else places,

@@ -4,7 +4,7 @@ Shape suffixes: N candidates for one token, I in_features, D hidden size, V voca
 heads, K key/value heads, G query heads a key/value head, C head dim, S tokens before, L layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -25,14 +25,13 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.forward import Call, Layer, Ops, bound, forward, staying
+from protocol.model.forward import Layer, Norm, Ops, bound, forward, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.words import Site
-from tsqp.lab.leak.trace import Where
+from tee_side.words import Operator
 
 _CONFIG_FILE = "config.json"
 # What is remembered of what the public model computed.
@@ -67,7 +66,7 @@ class States:
     [2, N, K, C] a layer.
     """
 
-    inputs: dict[Where, torch.Tensor]
+    inputs: dict[tuple[int | None, Operator], torch.Tensor]
     hidden_ND: torch.Tensor
     cached: tuple[torch.Tensor, ...]
 
@@ -101,7 +100,16 @@ class PublicModel:
         self._calibration = calibration
         self._linear_config = self.config if served is None else read_config(served)
         self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
-        self._linear = cache(partial(load_linear, self._linear_checkpoint, self._linear_config))
+        # The weights of an operator, float32.
+        self.linear: Callable[[int, LinearOperator], FusedLinear] = cache(
+            partial(
+                load_linear,
+                self._linear_checkpoint,
+                self._linear_config,
+                dtype=torch.float32,
+                device=CPU,
+            )
+        )
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], States] = {}
         self._kept_bytes = 0
 
@@ -154,19 +162,12 @@ class PublicModel:
         return rms_norm(self.embedding_VD.clone(), norm, self.config.rms_norm_eps)
 
     @cached_property
-    def _scales(self) -> Calibration:
+    def scales(self) -> Calibration:
+        """What steps of integers stand for, by site. Raises CalibrationError."""
         path = calibration_path(self.directory, self._calibration)
         owner = path.parent if (path.parent / _CONFIG_FILE).is_file() else self.directory
         config = read_config(owner)
         return Calibration.load(path, config, model_digest(config, Checkpoint(owner)))
-
-    def input_scale(self, site: Site) -> float:
-        """Return what one step of a site's integers stands for. Raises CalibrationError."""
-        return self._scales.sites[site].input_scale
-
-    def linear(self, layer: int, operator: LinearOperator) -> FusedLinear:
-        """Return the weights of an operator, float32."""
-        return self._linear(layer, operator, dtype=torch.float32, device=CPU)
 
     # ----------------------------------------------------------------- the public model, running
 
@@ -195,22 +196,15 @@ class PublicModel:
         return states
 
     def _run(self, prefix: Prefix, candidates: Sequence[int]) -> States:
-        inputs: dict[Where, torch.Tensor] = {}
+        inputs: dict[tuple[int | None, Operator], torch.Tensor] = {}
         cached = []
 
-        def kept(layer: int, operator: LinearOperator) -> Call:
-            def call(x_NI: torch.Tensor) -> torch.Tensor:
+        def noted(layer: int, operator: Operator, compute: Norm) -> Norm:
+            def noting(x_NI: torch.Tensor) -> torch.Tensor:
                 inputs[layer, operator] = x_NI
-                return self.linear(layer, operator)(x_NI)
+                return compute(x_NI)
 
-            return staying(call)
-
-        def entered(layer: Layer) -> Layer:
-            def norm(h_ND: torch.Tensor) -> torch.Tensor:
-                inputs[layer.index, "segment"] = h_ND
-                return layer.input_layernorm(h_ND)
-
-            return replace(layer, input_layernorm=norm)
+            return noting
 
         async def attention(
             layer: Layer, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, _: None
@@ -238,13 +232,18 @@ class PublicModel:
             for index, norms in enumerate(self.light.norms)
         ]
         calls: dict[str, Any] = {
-            name: [kept(one.index, name) for one in layers] for name in FUSED_MODULES
+            name: [staying(noted(n, name, self.linear(n, name))) for n in range(len(layers))]
+            for name in FUSED_MODULES
         }
+        entered = [
+            replace(one, input_layernorm=noted(one.index, "segment", one.input_layernorm))
+            for one in layers
+        ]
         embedding = staying(lambda ids_N: self.embedding_VD[ids_N])
         ops: Ops[Layer, None] = Ops(embedding=embedding, attention=attention, **calls)
         rope = self.light.rope.of([(position, position + 1, position + 1)])
         entering = torch.as_tensor(candidates)
-        hidden_ND = finish(forward(entering, list(map(entered, layers)), rope, ops, None))
+        hidden_ND = finish(forward(entering, entered, rope, ops, None))
         return States(inputs, hidden_ND, tuple(cached))
 
     def extend(self, prefix: Prefix, token_id: int) -> Prefix:

@@ -9,8 +9,8 @@ that only the TEE knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from gpu_side.weights import ServiceWeights, load_weights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, decode_reply, encode_request
 from protocol.errors import ErrorCode, ProtocolError, ServiceError
 from protocol.messages import (
+    FloatDtype,
     HealthRequest,
     Request,
     Response,
@@ -47,13 +48,13 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import AtOnce, Headers, StepTraffic
-from tsqp.lab.leak.trace import Added, Trace, TraceError, read_frames
+from tsqp.lab.leak.attack import Added, Trace, TraceError, read_frames
 from tsqp.lab.research.provisioning import provision
 
 _TIMEOUT_MS = 60_000
 # Of what is there already a service needs no shape.
 _NO_SHAPE = CacheShape(0, 0, 0, torch.float32, None)
-# What a feature mask's services are given, and the key that they are not, in `PlaySettings.folder`:
+# What a feature mask's services are given, and the key that they are not, in a folder of their own:
 # it is there until the trusted side has read it.
 SERVED, KEY = "served", "key"
 
@@ -139,11 +140,9 @@ class RecordingChannel(AtOnce):
         with sessions.running(b"", layers, parts, _NO_SHAPE, window) as (cache,):
             kept = (tensor[:, :, : cache.stored] for tensor in cache.tensors)
             clear = b"".join(bytes(raw_bytes(tensor)) for tensor in kept)
-            found = _Found(directory, SessionName(b"", part.session, *layers), cache)
-            try:
+            name = SessionName(b"", part.session, *layers)
+            with closing(_Found(directory, name, cache)) as found:
                 return Disk(found.contents(), clear)
-            finally:
-                found.close()
 
 
 def _copied(frames: list[Any]) -> list[memoryview]:
@@ -177,15 +176,15 @@ class _Found(SpilledSession):
 class Truth:
     """What was said, which no attack is shown. Token ids.
 
-    `sent`: the tokens that went through the model while a service was asked, in order; `answers`:
-    which of them are the answer's. `last`: the token that was sampled behind the last of them.
+    `tokens`: what a trace is about: the tokens that went through the model while a service was
+    asked, in order, and the one that was sampled behind the last of them. `prompted`: how many of
+    them are the prompt's, which are the first; the others are the answer's.
     """
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
-    sent: tuple[int, ...]
-    answers: tuple[bool, ...]
-    last: int | None = None
+    tokens: tuple[int, ...]
+    prompted: int
 
 
 @dataclass(frozen=True)
@@ -209,11 +208,6 @@ class Recording:
     sessions: tuple[RecordedSession, ...]
 
     @property
-    def observable(self) -> bool:
-        """Whether anything crossed."""
-        return any(trace.messages for session in self.sessions for trace in session.traces)
-
-    @property
     def disks(self) -> list[Disk]:
         """The sessions' files, none where the service keeps no cache."""
         return [session.disk for session in self.sessions if session.disk is not None]
@@ -221,32 +215,28 @@ class Recording:
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy.
-
-    `folder`: for what a feature mask's services are given.
-    """
+    """How prompts are run. `dtype`: None for the model's own. `temperature`: 0 is greedy."""
 
     model: Path
-    folder: Path
     new_tokens: int
-    dtype: str | None = None
+    dtype: FloatDtype | None = None
     temperature: float = 0.0
     seed: int = 0
-    masks: MaskSettings = field(default_factory=MaskSettings)
 
 
 def play(
     policy: Policy,
     prompts: Sequence[Sequence[int]],
     settings: PlaySettings,
+    folder: Path,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Recording:
     """Run every prompt, one after another, each a session of its own.
 
-    `progress(done, total)` is called after each. Raises what `Runner` raises before it connects,
-    PromptError, and TraceError.
+    `folder`: for what a feature mask's services are given; `progress(done, total)` is called after
+    each. Raises what `Runner` raises before it connects, PromptError, and TraceError.
     """
-    with _stage(policy, settings) as (model, lanes, channels, served):
+    with _stage(policy, settings, folder) as (model, lanes, channels, served):
         engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
         sessions = []
@@ -283,32 +273,31 @@ def play(
                     f"{len(positions)}, which went through the model: steps of this policy"
                     " cannot be told apart, or what its mask adds cannot",
                 )
+            about = [*positions, positions[-1] + 1] if positions else []
             truth = Truth(
                 prompt=tuple(prompt),
                 answer=tuple(sequence.token_ids),
-                sent=tuple(every[position] for position in positions),
-                answers=tuple(position >= len(prompt) for position in positions),
-                last=every[positions[-1] + 1] if positions else None,
+                tokens=tuple(every[position] for position in about),
+                prompted=sum(position < len(prompt) for position in positions),
             )
-            session = RecordedSession(traces, truth)
+            disk = None
             if policy.segments(config.num_hidden_layers):
-                (service,), (trace,) = channels, session.traces
-                disk = service.disk_of(trace, config.context_length, settings.folder)
-                session = replace(session, disk=disk)
-            sessions.append(session)
+                (service,), (trace,) = channels, traces
+                disk = service.disk_of(trace, config.context_length, folder)
+            sessions.append(RecordedSession(traces, truth, disk))
             progress(done + 1, len(prompts))
     return Recording(policy, served, tuple(sessions))
 
 
 def logits_of(
-    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings
+    policy: Policy, texts: Sequence[Sequence[int]], settings: PlaySettings, folder: Path
 ) -> list[torch.Tensor]:
     """Return what the model says behind every token of some texts under a policy: [T, V] each.
 
     One step a text. Raises as `play`.
     """
     found = []
-    with _stage(policy, settings) as (model, lanes, _, _):
+    with _stage(policy, settings, folder) as (model, lanes, _, _):
         for ids in texts:
             cache = KVCache(model.config, len(ids), model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
@@ -337,7 +326,7 @@ def added_rows(policy: Policy, config: ModelConfig) -> Added:
 
 @contextmanager
 def _stage(
-    policy: Policy, settings: PlaySettings
+    policy: Policy, settings: PlaySettings, folder: Path
 ) -> Iterator[tuple[TeeModel, list[MicroBatchOperators], tuple[RecordingChannel, ...], Path]]:
     """Put the trusted side together as `Runner` does, over services that record.
 
@@ -347,19 +336,23 @@ def _stage(
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)
-    served, masks, key = settings.model, settings.masks, settings.folder / KEY
+    served, key = settings.model, folder / KEY
     if policy.feature_mask is not None:
-        served = settings.folder / SERVED
+        served = folder / SERVED
         provision(settings.model, policy.feature_mask, served, key)
-        masks = replace(masks, key=key)
     try:
         assembly = Assembly(
-            policy, config, checkpoint, model, masks, step_tokens=DEFAULT_STEP_TOKENS
+            policy,
+            config,
+            checkpoint,
+            model,
+            MaskSettings(key=None if policy.feature_mask is None else key),
+            step_tokens=DEFAULT_STEP_TOKENS,
         )
     finally:
         # It has been read. An attack is given `served`, and would find the key beside it.
         key.unlink(missing_ok=True)
-    try:
+    with closing(assembly):
         channels: tuple[RecordingChannel, ...] = ()
         if policy.services:
             weights = load_weights(
@@ -370,21 +363,18 @@ def _stage(
                 for number in range(policy.services)
             )
         yield model, assembly.lanes(lambda _layer: channels), channels, served
-    finally:
-        assembly.close()
 
 
 # ------------------------------------------------------------------------------------- adversaries
 
 
-def together(recording: Recording, config: ModelConfig) -> Recording:
+def together(recording: Recording) -> Recording:
     """Return a recording of shares as an adversary with all of them reads it: in the clear.
 
     Raises TraceError where requests to the services do not belong together.
     """
-    added = added_rows(recording.policy, config)
     sessions = tuple(
-        RecordedSession((Trace(_summed(session.traces), added),), session.truth)
+        RecordedSession((_summed(*session.traces),), session.truth)
         for session in recording.sessions
     )
     # Without the masks that span services, whose shares are known.
@@ -403,18 +393,25 @@ def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
     return policy.model_copy(update={"operators": operators})
 
 
-def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
+def _summed(first: Trace, second: Trace) -> Trace:
     """Add every request to the second service to the one to the first that it belongs to.
 
     Requests keep their order, and those that are no shares go to the first service alone.
     """
-    first, second = traces
     shares = [read_frames(frames) for frames in second.messages]
     messages: list[tuple[bytes, ...]] = []
     for frames in first.messages:
-        request = read_frames(frames)
-        if shares and (whole := _sum(request, shares[0])) is not None:
+        request, other = read_frames(frames), shares[0] if shares else None
+        if (
+            isinstance(request, RingLinearRequest)
+            and isinstance(other, RingLinearRequest)
+            and (request.layer_idx, request.module_names) == (other.layer_idx, other.module_names)
+            and request.elements.shape == other.elements.shape
+        ):
             del shares[0]
+            # Shares are added modulo 2^32.
+            elements = to_torch(request.elements) + to_torch(other.elements)
+            whole = request.model_copy(update={"elements": from_torch(elements)})
             summed = encode_request(whole, len(messages) + 1, 1)
             messages.append(tuple(bytes(frame) for frame in summed))
         else:
@@ -425,17 +422,4 @@ def _summed(traces: Sequence[Trace]) -> tuple[tuple[bytes, ...], ...]:
         f"{len(shares)} requests to the second service alone",
         "none",
     )
-    return tuple(messages)
-
-
-def _sum(one: Request, other: Request) -> Request | None:
-    """Return both shares of a request added modulo 2^32; None if they are of two requests."""
-    if (
-        not isinstance(one, RingLinearRequest)
-        or not isinstance(other, RingLinearRequest)
-        or (one.layer_idx, one.module_names) != (other.layer_idx, other.module_names)
-        or one.elements.shape != other.elements.shape
-    ):
-        return None
-    elements = to_torch(one.elements) + to_torch(other.elements)
-    return one.model_copy(update={"elements": from_torch(elements)})
+    return Trace(tuple(messages), first.added)

@@ -10,11 +10,10 @@ from protocol.validation import validate_file
 from tee_side.engine.tokenizer import TOKENIZER_FILE
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask
-from tsqp.lab.leak.attack import TOP, AttackError, Reading
+from tsqp.lab.leak.attack import TOP, AttackError, Reading, Trace
 from tsqp.lab.leak.model import Lengths, Piece, Rate, Reconstruction, Score
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordedSession, Truth, with_masks
-from tsqp.lab.leak.trace import Trace
 from tsqp.lab.research.feature_masks import RotationMask
 
 # What is counted: hits and tries, as the fields of `Score` are called.
@@ -36,32 +35,20 @@ def score(readings: Iterable[Reading], truths: Sequence[Truth]) -> tuple[Score, 
             f"each place once in each of {len(truths)} sessions, tokens counted from 0",
         )
         seen[session] = reading
-    streams = [stream(truth) for truth in truths]
-    return tuple(_score(where, seen, streams) for where, seen in places.items())
+    return tuple(_score(where, seen, truths) for where, seen in places.items())
 
 
-def stream(truth: Truth) -> list[tuple[int, bool]]:
-    """Return the tokens that a trace is about, in order, and whether each is the answer's.
-
-    Those that went through the model while the service was asked, and the one behind them.
-    """
-    found = list(zip(truth.sent, truth.answers, strict=True))
-    return found if truth.last is None else [*found, (truth.last, True)]
-
-
-def _score(
-    where: str, readings: Mapping[int, Reading], streams: Sequence[list[tuple[int, bool]]]
-) -> Score:
+def _score(where: str, readings: Mapping[int, Reading], truths: Sequence[Truth]) -> Score:
     """Score the readings at a place, by their sessions."""
     flags: dict[str, list[bool]] = {name: [] for name in _RATES}
     guessed, by_chance, kinds = 0, 0.0, set[int]()
     for session, reading in readings.items():
-        own = streams[session]
-        others = [one for index, one in enumerate(streams) if index != session]
+        own = truths[session].tokens
+        others = [one.tokens for index, one in enumerate(truths) if index != session]
         tried = [index for index in reading.tokens if index < len(own)]
         right = set()
         for index in tried:
-            token, is_answer = own[index]
+            token, is_answer = own[index], index >= truths[session].prompted
             guesses = reading.guesses.get(index, ())[:TOP]
             hit = bool(guesses) and guesses[0] == token
             flags["top1"].append(hit)
@@ -72,9 +59,9 @@ def _score(
                 kinds.add(token)
             if guesses:
                 guessed += 1
-                there = [one[index][0] for one in others if index < len(one)]
+                there = [one[index] for one in others if index < len(one)]
                 by_chance += sum(t == guesses[0] for t in there) / max(1, len(there))
-        prompt = {index for index, (_, is_answer) in enumerate(own) if not is_answer}
+        prompt = set(range(truths[session].prompted))
         if prompt and prompt.issubset(tried):
             flags["whole"].append(prompt <= right)
     return Score(
@@ -100,23 +87,20 @@ def reconstruct(
     own = (reading for reading in readings if reading.where == where)
     reading = min(own, key=lambda one: one.session)
     truth = truths[reading.session]
-    tokens = stream(truth)
     pieces = []
-    for index in (index for index in reading.tokens if index < len(tokens)):
-        token, is_answer = tokens[index]
+    for index in (index for index in reading.tokens if index < len(truth.tokens)):
+        token = truth.tokens[index]
         guesses = reading.guesses.get(index, ())
         pieces.append(
             Piece(
                 real=_text(public, token),
                 read=_text(public, guesses[0]) if guesses else None,
                 right=bool(guesses) and guesses[0] == token,
-                part="answer" if is_answer else "prompt",
+                part="answer" if index >= truth.prompted else "prompt",
             )
         )
-    sent = sum(not flag for flag in truth.answers)
-    return Reconstruction(
-        attack=attack, where=where, unseen=len(truth.prompt) - sent, pieces=tuple(pieces)
-    )
+    unseen = len(truth.prompt) - truth.prompted
+    return Reconstruction(attack=attack, where=where, unseen=unseen, pieces=tuple(pieces))
 
 
 def _text(public: PublicModel, token: int) -> str:

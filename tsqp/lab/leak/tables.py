@@ -40,15 +40,16 @@ _CURVE_NOTE = (
 
 def summary_grid(report: LeakReport, *, parts: bool = False) -> Grid:
     """Compare the policies, a row for each. `parts`: with `PARTS`."""
-    cost = ("ms/token", "RPCs", "bytes")
-    columns = ("policy", "verdict", "best attack", "where", *_READ, *PARTS, *cost)
+    columns = (
+        *("policy", "verdict", "best attack", "where", *_READ, *PARTS),
+        *("ms/token", "RPCs", "bytes"),
+    )
     rows = tuple(
         Row((one.title, verdict(one), *_best_cells(one), *_cost_cells(one)))
         for one in report.policies
     )
     names = [name for name in columns if parts or name not in PARTS]
-    made = Grid("Leakage", columns, rows, note=_NOTE)
-    return made.select(made.title, names, texts=4)
+    return Grid("Leakage", columns, rows, note=_NOTE).select("Leakage", names, texts=4)
 
 
 def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:
@@ -56,8 +57,8 @@ def _best_cells(policy: PolicyLeak) -> tuple[str, ...]:
     if score is None or policy.best is None:
         return (NONE,) * 9
     run, _ = policy.best
-    place, rate, chance = _place(policy, run, score), score.top1, percent(score.chance)
-    return (run.attack, place, *_read_cells(rate), chance, *_part_cells(score))
+    read = _read_cells(score.top1, score.chance)
+    return (run.attack, _place(policy, run, score), *read, *_part_cells(score))
 
 
 def _place(policy: PolicyLeak, run: AttackRun, score: Score) -> str:
@@ -68,11 +69,11 @@ def _part_cells(score: Score) -> tuple[str, str, str]:
     return rate_words(score.prompt), rate_words(score.answer), count_words(score.whole)
 
 
-def _read_cells(rate: Rate) -> tuple[str, str, str]:
-    """Render a rate for three columns: read, n, interval."""
-    if rate.value is None:
-        return (NONE,) * 3
-    return percent(rate.value), f"{rate.n:,}", interval_words(rate)
+def _read_cells(rate: Rate, chance: float) -> tuple[str, ...]:
+    """Render a rate and its chance for the columns of `_READ`."""
+    n = f"{rate.n:,}" if rate.n else NONE
+    interval = f"{rate.low * 100:.1f} to {rate.high * 100:.1f}" if rate.n else NONE
+    return percent(rate.value), n, interval, percent(chance)
 
 
 def _cost_cells(policy: PolicyLeak) -> tuple[str, str, str]:
@@ -105,8 +106,7 @@ def curve_grid(curve: Curve) -> Grid:
     for point in curve.points:
         read: tuple[str, ...] = ("no attack worked", *(NONE,) * 4)
         if point.rate.n:
-            attack = f"{point.attack}, {point.where}"
-            read = (attack, *_read_cells(point.rate), percent(point.chance))
+            read = (f"{point.attack}, {point.where}", *_read_cells(point.rate, point.chance))
         strength = (f"{point.strength:.4g}", *read, *((f"{point.sigma:g}",) if epsilon else ()))
         rows.append(Row((*strength, f"{point.perplexity:.4g}", f"{point.output_error:.2g}")))
     note = _CURVE_NOTE.format(
@@ -160,11 +160,8 @@ def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
             place = _place(policy, run, score)
             cells: tuple[str, ...] = (NONE,) * 8
             if score in run.meaningful:
-                rates = (
-                    NONE if r.value is None else percent(r.value) for r in (score.top1, score.top5)
-                )
-                n, interval = f"{score.top1.n:,}", interval_words(score.top1)
-                cells = (*rates, n, interval, percent(score.chance), *_part_cells(score))
+                read, *others = _read_cells(score.top1, score.chance)
+                cells = (read, percent(score.top5.value), *others, *_part_cells(score))
             elif score.gave_up:
                 place += f": gave up, with {score.guessed:,} guesses for {score.top1.n:,} tokens"
             else:
@@ -173,10 +170,9 @@ def _attack_rows(policy: PolicyLeak) -> Iterator[Row]:
 
 
 def _work_row(policy: PolicyLeak, run: AttackRun) -> Row:
-    control: tuple[str, ...] = (NONE,) * 3
-    if run.control is not None:
-        must = percent(run.control.published)
-        control = (run.control.policy, rate_words(run.control.rate), must)
+    made, control = run.control, (NONE,) * 3
+    if made is not None:
+        control = (made.policy, rate_words(made.rate), percent(made.published))
     name = f"{run.attack}, service {run.service}" if policy.apart else run.attack
     work = [whole(run.compared), whole(run.modelled), figures(run.cpu_s)]
     return Row((name, *control, *(one or "0" for one in work)))
@@ -185,8 +181,10 @@ def _work_row(policy: PolicyLeak, run: AttackRun) -> Row:
 # -------------------------------------------------------------------------------------------- words
 
 
-def percent(share: float) -> str:
-    """Render a share of one: `97.6%`; 0% and 100% are exact."""
+def percent(share: float | None) -> str:
+    """Render a share of one: `97.6%`; 0% and 100% are exact; `-` of none."""
+    if share is None:
+        return NONE
     if share in (0, 1):
         return f"{share * 100:.0f}%"
     if share < 0.0005:
@@ -197,11 +195,6 @@ def percent(share: float) -> str:
 def rate_words(rate: Rate) -> str:
     """Render a rate with its n: `97.6% of 4,096`; `-` where nothing was tried."""
     return NONE if rate.value is None else f"{percent(rate.value)} of {rate.n:,}"
-
-
-def interval_words(rate: Rate) -> str:
-    """Render the 95 % interval in percent: `97.1 to 98.0`."""
-    return f"{rate.low * 100:.1f} to {rate.high * 100:.1f}" if rate.n else NONE
 
 
 def count_words(rate: Rate) -> str:
@@ -222,7 +215,7 @@ def verdict(policy: PolicyLeak) -> str:
     if policy.best is not None and policy.above_chance:
         rate = policy.best[1].top1
         # It was read, whatever others did not manage.
-        read = f"reads {percent(rate.value or 0.0)} (n {rate.n:,})"
+        read = f"reads {percent(rate.value)} (n {rate.n:,})"
         return f"{read}; {names}" if names else read
     if names:
         return names
@@ -289,11 +282,9 @@ def warnings(report: LeakReport) -> list[str]:
 def setup_pairs(report: LeakReport) -> list[tuple[str, str]]:
     """Return what was attacked, and how."""
     setup = report.setup
-    candidates = ""
-    if setup.search_candidates is not None:
-        candidates = f", {setup.search_candidates:,} candidates for each"
-    elif setup.noisy_candidates is not None:
-        candidates = f", under noise {setup.noisy_candidates:,} candidates for each"
+    noise = "under noise " if setup.search_candidates is None else ""
+    most = setup.search_candidates or setup.noisy_candidates
+    candidates = "" if most is None else f", {noise}{most:,} candidates for each"
     return [
         ("model", f"{setup.model}, {setup.dtype}, hidden size {setup.hidden_size:,}"),
         ("attacker has", f"{setup.public}, its tokenizer, the policy and the code"),
@@ -323,7 +314,7 @@ def failure_words(run: AttackRun) -> str:
         return f"{outcome} (no control)"
     said = f"nothing read at {control.policy}"
     if control.rate.n:
-        read, must = percent(control.rate.value or 0.0), percent(control.published)
+        read, must = percent(control.rate.value), percent(control.published)
         said = f"{read} (n {control.rate.n:,}) of {must} at {control.policy}"
     return f"{outcome} (control: {said})"
 

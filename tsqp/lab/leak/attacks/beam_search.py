@@ -16,14 +16,21 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.words import Phase, is_linear
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tee_side.words import Phase
+from tsqp.lab.leak.attack import (
+    LEAST_SIGMA,
+    TOP,
+    Attack,
+    Reading,
+    Trace,
+    View,
+    Where,
+    Work,
+    place_name,
+)
 from tsqp.lab.leak.attacks.static_cloak import beside
 from tsqp.lab.leak.matching import FIRST, FIRST_PLACES, FeatureMatcher, dictionary, look_up
 from tsqp.lab.leak.public import Prefix
-from tsqp.lab.leak.trace import Trace, Where, place_name
 
 # By inner products: beginnings of a session that are followed up, and rows that the next is
 # compared with. With so many tokens read there are enough of these to tell beginnings apart.
@@ -41,8 +48,6 @@ _GIVEN_UP = 25.0
 _SEARCHES = 4
 # What the first token is expected to be, if a tokenizer puts one in front.
 _FIRST_IS_KNOWN = 0.9
-# Rounding, where there is no noise: relative to activations of unit RMS, more than float32 makes.
-_LEAST_SIGMA = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,20 +100,21 @@ class GramDictionary(Attack):
         if where == FIRST:
             _, _, fold_I = beside(view, FIRST)
             table_VI = table_VI / fold_I.float()
-        for session, trace in enumerate(view.traces):
-            calls = [(step, call) for step in trace.steps if (call := step.at(where)) is not None]
-            if not calls:
-                continue
+        rows: dict[int, dict[int, torch.Tensor]] = {}
+        for session, step, call in view.calls_at(where):
             # What a mask has added stands anywhere among them: then these are not the tokens' rows.
-            rows = [view.rows(call)[: step.tokens] for step, call in calls]
-            tokens = [
-                step.first + place
-                for (step, _), own in zip(calls, rows, strict=True)
-                for place in range(len(own))
-            ]
-            best = follow(torch.cat(rows), table_VI, begins, work)
-            guesses = dict(zip(tokens, best.guesses, strict=True))
-            yield Reading(place_name(where), session, range(trace.tokens), guesses)
+            first = view.rows(call)[: step.tokens]
+            rows.setdefault(session, {}).update(enumerate(first, start=step.first))
+        found = (
+            (session, token, guess)
+            for session, own in rows.items()
+            for token, guess in zip(
+                own,
+                follow(torch.stack([*own.values()]), table_VI, begins, work).guesses,
+                strict=True,
+            )
+        )
+        yield from view.readings(place_name(where), found)
 
 
 def follow(rows_RI: torch.Tensor, table_VI: torch.Tensor, first: int, work: Work) -> Beginning:
@@ -163,19 +169,16 @@ class NoiseAveraging(Attack):
     name: ClassVar[str] = "noise-averaging"
     control: ClassVar[str] = "attention-in-tee"
     published: ClassVar[float] = 0.97
-
-    def refuses(self, view: View) -> str | None:
-        """No floats crossed that are in the clear or under noise."""
-        if not view.linear_places():
-            return "no linear operator crossed" if view.row_places() else "no activations crossed"
-        calls = (c for trace in view.traces for c in trace.calls if is_linear(c.where[1]))
-        if not any(call.rows.is_floating_point() for call in calls):
-            return "integers"
-        return None if _places(view) else "neither clear nor under noise"
+    needs: ClassVar[tuple[str, ...]] = (
+        "no activations crossed",
+        "no linear operator crossed",
+        "integers",
+        "neither clear nor under noise",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Look rows of layer 0 up one by one, then read through all places."""
-        places = _places(view)
+        places = view.noisy_places()
         if FIRST in places:
             yield from look_up(view, FeatureMatcher(), work)
         # Without prompts there is no beginning to read on from.
@@ -200,27 +203,6 @@ def _log_likelihood(row_I: torch.Tensor, sigma: float, states_NI: torch.Tensor) 
     return away_1N[0].double().square() / (-2 * sigma**2)
 
 
-def _places(view: View) -> list[Where]:
-    """Return where floats crossed under noise of a known size, or under nothing."""
-    return [
-        where
-        for where in view.linear_places()
-        if all(_sigma(view.policy, where, phase) is not None for phase in ("prefill", "decode"))
-    ]
-
-
-def _sigma(policy: Policy, where: Where, phase: Phase) -> float | None:
-    """Return the standard deviation of what is added at a place; None under any other mask."""
-    layer, operator = where
-    mask = policy.at(operator, layer or 0, phase).mask
-    if mask is None:
-        return _LEAST_SIGMA
-    if not isinstance(mask, AdditiveMask) or mask.arithmetic != "float":
-        return None
-    sigma = mask.model_dump().get("sigma")
-    return max(float(sigma), _LEAST_SIGMA) if isinstance(sigma, int | float) else None
-
-
 def _most_likely(
     view: View, trace: Trace, places: list[Where], limit: int, work: Work
 ) -> tuple[tuple[int, ...], ...]:
@@ -234,7 +216,7 @@ def _most_likely(
             (
                 call.where,
                 call.rows.float(),
-                _sigma(view.policy, call.where, phase) or _LEAST_SIGMA,
+                view.sigma(call.where, phase) or LEAST_SIGMA,
             )
             for call in step.calls
             if call.where in places

@@ -25,10 +25,9 @@ from torch.nn.functional import linear, normalize
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import Phase
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work, best
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, best, place_name
 from tsqp.lab.leak.matching import FIRST, apart
 from tsqp.lab.leak.public import PublicModel
-from tsqp.lab.leak.trace import Where, place_name
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _KEYS: Where = (0, "attn_scores")
@@ -97,11 +96,10 @@ class AttentionKeys(Attack):
             rope = public.light.rope.of([(position, position + 1, position + 1)])
             k_VKC = apply_rope(plain_VKC, *rope)
             table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
-            ids_V = torch.arange(len(table_VX))
             for session, token, among_MX in appended:
                 distances_V = apart(among_MX, table_VX).amin(0)
-                work.compared += len(ids_V)
-                yield session, token, best(distances_V, ids_V)
+                work.compared += len(table_VX)
+                yield session, token, best(distances_V)
 
 
 def _appended(
@@ -157,7 +155,6 @@ class CacheAtRest(Attack):
         _, K, C = public.config.heads
         values_VX = public.linear(0, "qkv_proj")(public.dictionary_VD)[:, -K * C :]
         table_VX = _directions(values_VX, view)
-        ids_V = torch.arange(len(table_VX))
         layers = view.segments[0].last + 1 - view.segments[0].first
         for session, disk in enumerate(view.disks):
             # A file is taken for plain numbers: keys of layer 0 first, and its values behind them.
@@ -168,7 +165,7 @@ class CacheAtRest(Attack):
             rows_TX = _directions(values_KTC.transpose(0, 1).reshape(tokens, K * C), view)
             cosines_TV = rows_TX @ table_VX.t()
             work.compared += cosines_TV.numel()
-            guesses = {token: best(1 - own_V, ids_V) for token, own_V in enumerate(cosines_TV)}
+            guesses = {token: best(1 - own_V) for token, own_V in enumerate(cosines_TV)}
             yield Reading("cache on disk", session, range(len(rows_TX)), guesses)
 
 
@@ -194,7 +191,7 @@ class PadReuse(Attack):
     """
 
     name: ClassVar[str] = "pad-reuse"
-    control: ClassVar[str] = "weakened/pad-reused.toml"
+    control: ClassVar[str] = "../weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
 
@@ -222,7 +219,7 @@ class LowDimensionalPads(Attack):
     """
 
     name: ClassVar[str] = "pad-basis"
-    control: ClassVar[str] = "weakened/pad-low-dimensional.toml"
+    control: ClassVar[str] = "../weakened/pad-low-dimensional.toml"
     published: ClassVar[float] = 0.95
     needs: ClassVar[tuple[str, ...]] = (
         "layer 0 stays",
@@ -235,9 +232,8 @@ class LowDimensionalPads(Attack):
         if refusal := super().refuses(view):
             return refusal
         known = len(_known_rows(view))
-        if not known:
-            return "no row of a known token crossed"
-        return None if known >= 3 else f"only {known} rows of a known token crossed"
+        count = f"only {known} rows" if known else "no row"
+        return None if known >= 3 else f"{count} of a known token crossed"
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Learn the span, take it away from rows and from the dictionary, and compare."""
@@ -317,11 +313,12 @@ def _known_rows(view: View) -> torch.Tensor:
 def _tables(public: PublicModel) -> torch.Tensor:
     """Return the integers of every token, for each dtype that they may come from: [B, V, I]."""
     norm, eps = public.light.norms[0].input_layernorm, public.config.rms_norm_eps
+    step = public.scales.sites[0, "qkv_proj"].input_scale
     tables = []
     for dtype in _DTYPES:
         h_VD = public.embedding_VD.to(dtype, copy=True)
         normed_VD = rms_norm(h_VD, norm.to(dtype), eps).to(torch.float32)
-        tables.append(normed_VD.div(public.input_scale((0, "qkv_proj"))).round_().to(torch.int32))
+        tables.append(normed_VD.div(step).round_().to(torch.int32))
     return torch.stack(tables)
 
 

@@ -17,9 +17,8 @@ from torch.nn.functional import normalize
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import is_linear
-from tsqp.lab.leak.attack import View
-from tsqp.lab.leak.matching import FeatureMatcher, Matcher, Matching
-from tsqp.lab.leak.trace import Where
+from tsqp.lab.leak.attack import View, Where
+from tsqp.lab.leak.matching import FeatureMatcher, Matching
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
 _SMALLEST_GAIN = 1e-3
@@ -266,7 +265,7 @@ class _StaticCloak(Matching):
     )
     compares: ClassVar[type[Reordered] | type[Coordinates] | type[ModuleNorms]]
 
-    def matcher(self, view: View, where: Where) -> Matcher:
+    def matcher(self, view: View, where: Where) -> FeatureMatcher:
         """Return what compares by the weights of a place."""
         return self.compares(view, where)
 

@@ -17,21 +17,18 @@ from torch.nn.functional import normalize
 
 from gpu_side.weights import load_weights
 from protocol.messages import SegmentRequest, TensorReply
-from protocol.model.checkpoint import Checkpoint, lm_head_name
-from protocol.model.config import read_config
-from protocol.model.weights import CPU, load_tensor
+from protocol.model.weights import CPU
 from protocol.tensors import to_torch
-from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Work
+from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, read_frames
 from tsqp.lab.leak.matching import (
     FIRST_PLACES,
     FeatureMatcher,
-    Matcher,
     Matching,
     Observed,
     squares,
 )
+from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.leak.recording import RecordingChannel
-from tsqp.lab.leak.trace import Where, read_frames
 from tsqp.lab.research.row_masks import RowPermutation
 
 
@@ -160,10 +157,8 @@ def vocabulary(view: View) -> torch.Tensor:
     """
     if view.policy.feature_mask is None:
         return torch.arange(view.public.config.vocab_size)
-    served = Checkpoint(view.served)
-    shape = (view.public.config.vocab_size, view.public.config.hidden_size)
-    name = lm_head_name(read_config(view.served))
-    served_VD = load_tensor(served, name, shape, dtype=torch.float32)
+    # The service's model is a public one to the service itself.
+    served_VD = PublicModel(view.served).lm_head_VD
     ids = {row: token for token, row in enumerate(_numbers(view.public.lm_head_VD))}
     return torch.tensor([ids.get(row, -1) for row in _numbers(served_VD)])
 
@@ -229,11 +224,11 @@ _RANK_TOLERANCE = 1e-5
 _NEAR = 0.05
 
 
-class RowSpace(Matcher):
+class RowSpace(FeatureMatcher):
     """How far a candidate is from the space that the rows span, relative to its length."""
 
     def distances(self, observed: Observed, token: int, states_NI: torch.Tensor) -> torch.Tensor:
-        """See `Matcher.distances`. Rows that span everything say nothing: then all are far."""
+        """See `FeatureMatcher.distances`. Rows that span everything say nothing: all are far."""
         basis_BI = _basis(observed.rows_RI)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
@@ -269,16 +264,10 @@ class SubspaceMembership(Matching):
     control: ClassVar[str] = "row-rotation"
     integer_control: ClassVar[str | None] = "quantized-clear"
     published: ClassVar[float] = 0.95
+    needs: ClassVar[tuple[str, ...]] = ("no activations crossed", "the hidden axis is transformed")
     compares = RowSpace
     ordered = False
 
-    def refuses(self, view: View) -> str | None:
-        """No activations crossed, or none whose hidden axis is as it was."""
-        if not view.row_places():
-            return "no activations crossed"
-        return None if self.places(view) else "the hidden axis is transformed"
-
     def places(self, view: View) -> list[Where]:
         """Return where rows crossed, without segments under a mask."""
-        masked = [one.mask is not None for one in view.policy.operators.get("segment", ())]
-        return list(view.linear_places()) if any(masked) else view.row_places()
+        return list(view.linear_places()) if view.masked_segments else view.row_places()
