@@ -312,7 +312,9 @@ class BackgroundEngine:
         """Note what a step gave, for each request."""
         tokens: dict[Request, list[NewToken]] = defaultdict(list)
         for one in sampled:
-            tokens[one.sequence.request].append(one)
+            # Without the logits: a client that reads slowly would keep those of whole steps.
+            new = NewToken(one.sample, one.token_id, one.logprob, one.finish_reason)
+            tokens[one.sequence.request].append(new)
         with self._changed:
             for request, found in tokens.items():
                 self._waiting.served[request.owner] += len(found)

@@ -10,9 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from protocol.errors import ModelError, PromptError
 
 T = TypeVar("T")
@@ -37,6 +34,8 @@ def compiled(text: str, path: Path, where: str) -> Callable[[Mapping[str, Any]],
     one that is damaged, or does not end in time. What renders it raises ModelError where it does
     not end in time, PromptError if it refuses the messages.
     """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
