@@ -67,6 +67,6 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
     files = [path for side in ("gpu_side", "tee_side") for path in (ROOT / side).rglob("*.py")]
     files += [ROOT / "tsqp/cli/gpu_service.py", ROOT / "tsqp/run/server.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
-    # `_failure`: the event of a thread that accepts clients and has failed.
-    event = r'\b(?:log\.(?:info|warning|error|exception)\(|warn\(|_failure = )\s*"(\w+)"'
+    # `listening`: the event of a thread that accepts clients, and has failed, follows it.
+    event = r'\b(?:log\.(?:info|warning|error|exception)\(|warn\(|\(listening, )\s*"(\w+)"'
     assert named == metrics | set(re.findall(event, source))
