@@ -6,7 +6,7 @@ Integers are little-endian, and every frame begins at a multiple of 64 bytes fro
 its message, with zeros in between. The last frame is not padded, so a message may begin anywhere in
 the stream; `MessageReader` puts it where its frames lie at multiples of 64 bytes in memory too (16
 in a small message), as a processor likes to read a tensor. It checks the number of frames, their
-sizes and their sum before it allocates anything.
+sizes and their sum before it takes memory for them.
 
 Writing never blocks in the kernel: a call that does begins its time-out anew with every byte that a
 slow peer takes. It polls instead, until a time that does not move.

@@ -351,7 +351,7 @@ class Assembly:
         return load_local_operators(parts, sites=sites, integers=integers, held=self._held)
 
     @cached_property
-    def _secrets(self) -> Checks:
+    def _secrets(self) -> Checks[Any]:
         # What stays is loaded before, and not read again. From a generator of their own, which no
         # caller chooses.
         _ = self._local

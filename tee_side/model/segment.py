@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -84,6 +84,14 @@ def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     ]
 
 
+class _Rows(NamedTuple):
+    """What a segment is called with: all rows [T, D], whose they are, and which are wanted."""
+
+    h_TD: torch.Tensor
+    batch: Batch
+    rows: list[int]
+
+
 class SegmentCall:
     """The call for a segment's layers, all at one service.
 
@@ -137,7 +145,7 @@ class SegmentCall:
             hide=self._hide,
             requests=requests,
             rules=self._rules,
-            shape=lambda operand: (len(operand[2]), columns),
+            shape=lambda operand: (len(operand.rows), columns),
             check=UNVERIFIED,
             decode=lambda y, _: y,
             timeout_s=settings.timeout_s,
@@ -155,7 +163,7 @@ class SegmentCall:
         # Each once, and at least one.
         rows = sorted({*wanted}) or [len(h_TD) - 1]
         try:
-            output = await carry_out(self._plan, (h_TD, batch, rows))
+            output = await carry_out(self._plan, _Rows(h_TD, batch, rows))
         except ServiceError as error:
             raise self._refused(error, batch) from None
         for chunk in batch.chunks:
@@ -163,7 +171,7 @@ class SegmentCall:
                 chunk.cache.written[layer] = chunk.behind + chunk.tokens
         return output if rows == wanted else output[[rows.index(row) for row in wanted]]
 
-    def _hide(self, operand: tuple[torch.Tensor, Batch, list[int]]) -> Masked:
+    def _hide(self, operand: _Rows) -> Masked:
         """Mask all rows [T, D]; with whose they are, and which are wanted."""
         (h_TD, batch, rows), keyed = operand, self._keyed
         masked = Masked((h_TD,), as_it_is)

@@ -19,6 +19,16 @@ SEEN: dict[Operator, str] = {
     "segment": "hidden states, keys and values",
 }
 
+# By whether all results are verified, and how: a lie within the tolerance of floats is accepted.
+_BELIEVED = "results are not verified, so this holds against a service that computes honestly"
+_VERIFIED = "results are verified{}, and a service that lies{} is asked no more"
+
+# What shares depend on, by whether all links are encrypted.
+_APART = {
+    True: "as long as the two services do not collude and their links are encrypted",
+    False: "and an observer of both links, which are NOT encrypted, reads prompt and answer",
+}
+
 # What more is known of services, by the evidence that they have to give.
 _BY_EVIDENCE = "; by {} evidence each service proves, before anything is sent, what sees it"
 _ATTESTED = {"none": "", "simulated": "; services give simulated evidence, which proves nothing"}
@@ -45,53 +55,56 @@ def leakage_summary(
     """
     if not leaving:
         return None
+    seen = _seen(leaving, verified=verified, links_encrypted=links_encrypted)
+    return f"policy {name}: {seen}{_ATTESTED.get(attested, _BY_EVIDENCE.format(attested))}"
+
+
+def _seen(
+    leaving: Sequence[tuple[Operator, Mask | None]], *, verified: bool, links_encrypted: bool
+) -> str:
     clear = [operator for operator, mask in leaving if mask is None]
     masked = [(operator, mask) for operator, mask in leaving if mask is not None]
-    promised = "results are not verified, so this holds against a service that computes honestly"
-    if verified:
-        # A lie within the tolerance of floats is accepted.
-        floats = any(mask.arithmetic != "int8" for _, mask in masked)
-        within, more = (" within a tolerance", " by more") if floats else ("", "")
-        promised = f"results are verified{within}, and a service that lies{more} is asked no more"
-    shared, apart = any(mask.services > 1 for _, mask in masked), ""
-    if shared and links_encrypted:
-        apart = ", as long as the two services do not collude and their links are encrypted"
-    elif shared:
-        apart = ", and an observer of both links, which are NOT encrypted, reads prompt and answer"
+    within = (
+        (" within a tolerance", " by more")
+        if any(mask.arithmetic != "int8" for _, mask in masked)
+        else ("", "")
+    )
+    promised = _VERIFIED.format(*within) if verified else _BELIEVED
+    shared = any(mask.services > 1 for _, mask in masked)
+    apart = f", {_APART[links_encrypted]}" if shared else ""
     if not clear and all(mask.uniform for _, mask in masked):
         each = "each GPU service" if shared else "the GPU"
-        parts = [f"{each} sees uniform random numbers, lengths and timing{apart}", promised]
-    else:
-        # Whatever order and company ids are sent in: those of the prompt are among them.
-        ids = [found for found in masked if found[0] == "embedding" and not found[1].uniform]
-        broken = [found for found in masked if found not in ids and found[1].broken]
-        others = [found for found in masked if found not in ids and not found[1].broken]
-        parts = []
-        if ids:
-            shuffled = (
-                "the token ids of prompt and answer themselves, in random order among dummies"
-            )
-            parts.append(f"{shuffled} ({', '.join(_names(ids))})")
-        if clear:
-            seen = ", ".join(dict.fromkeys(SEEN[operator] for operator in clear))
-            verdict = "from which the prompt and the answer can be recovered"
-            if direct := [SEEN[operator] for operator in LAYERLESS if operator in clear]:
-                verdict = f"{' and '.join(direct)}: the prompt and the answer themselves"
-            # The logits in the clear are as bad as shuffled ids; hidden states take an attack.
-            place = 0 if "lm_head" in clear else len(parts)
-            parts.insert(place, f"{seen} in the clear - {verdict}")
-        if broken:
-            verb = "is" if len(_names(broken)) == 1 else "are"
-            where = "broken where the weights are public (tsqp masks says how)"
-            parts.append(f"{_under(broken)}, which {verb} {where}")
-        if others:
-            parts.append(f"{_under(others)}, not known to be broken{apart}")
-            # Of the rest more has been said than lengths and lies could tell.
-            if len(parts) == 1:
-                parts += ["lengths and timing", promised]
-        parts[0] = f"the GPU sees {parts[0]}"
-    evidence = _ATTESTED.get(attested, _BY_EVIDENCE.format(attested))
-    return f"policy {name}: {'; '.join(parts)}{evidence}"
+        seen = f"{each} sees uniform random numbers, lengths and timing{apart}"
+        return f"{seen}; {promised}"
+    # Whatever order and company ids are sent in: those of the prompt are among them.
+    ids = [found for found in masked if found[0] == "embedding" and not found[1].uniform]
+    broken = [found for found in masked if found not in ids and found[1].broken]
+    others = [found for found in masked if found not in ids and not found[1].broken]
+    parts = []
+    if ids:
+        shuffled = "the token ids of prompt and answer themselves, in random order among dummies"
+        parts.append(f"{shuffled} ({', '.join(_names(ids))})")
+    if clear:
+        # The logits in the clear are as bad as shuffled ids; hidden states take an attack.
+        parts.insert(0 if "lm_head" in clear else len(parts), _in_the_clear(clear))
+    if broken:
+        verb = "is" if len(_names(broken)) == 1 else "are"
+        where = "broken where the weights are public (tsqp masks says how)"
+        parts.append(f"{_under(broken)}, which {verb} {where}")
+    if others:
+        parts.append(f"{_under(others)}, not known to be broken{apart}")
+        # Of the rest more has been said than lengths and lies could tell.
+        if len(parts) == 1:
+            parts += ["lengths and timing", promised]
+    return f"the GPU sees {'; '.join(parts)}"
+
+
+def _in_the_clear(operators: Sequence[Operator]) -> str:
+    seen = ", ".join(dict.fromkeys(SEEN[operator] for operator in operators))
+    verdict = "from which the prompt and the answer can be recovered"
+    if direct := [SEEN[operator] for operator in LAYERLESS if operator in operators]:
+        verdict = f"{' and '.join(direct)}: the prompt and the answer themselves"
+    return f"{seen} in the clear - {verdict}"
 
 
 def _under(masked: _Masked) -> str:

@@ -46,6 +46,12 @@ MAX_SUM = 2**31 - 1
 # kind. Where inputs have no outliers there is far more room than this.
 HEADROOM = 4.0
 
+# How far a float32 power of 2^(1/4) is from one, in steps, at most.
+_ROUNDED = 1e-5
+
+# A headroom that is none.
+_SMALLEST = 1e-300
+
 TABLES = ("input_scale", "norm_limit", "max_norm")
 FORMAT = {"format": "tsqp-calibration", "version": "1"}
 _DIGEST = ("[0-9a-f]{64}", "64 hexadecimal digits")
@@ -82,9 +88,8 @@ class SiteScales:
     def headroom(self) -> float:
         """How many times as large as the largest row seen an input row may be."""
         largest = self.max_norm / self.input_scale
-        # A file may hold any positive numbers, also such as are too small to divide by: 1e-300 is
-        # a headroom that is none.
-        return max(self.norm_limit / largest, 1e-300) if largest else math.inf
+        # A file may hold any positive numbers, also such as are too small to divide by.
+        return max(self.norm_limit / largest, _SMALLEST) if largest else math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +177,7 @@ class Calibration:
         )
         found.check_ring()
         steps = [4 * math.log2(scales.max_norm) for scales in sites.values() if scales.max_norm]
-        # A float32 power of 2^(1/4) is at most so far from one, in steps.
-        if any(abs(step - round(step)) > 1e-5 for step in steps):
+        if any(abs(step - round(step)) > _ROUNDED for step in steps):
             remedy = {"file": path, "expected": "rounded ones: tsqp calibrate MODEL --force"}
             log.warning("calibration_has_exact_norms", extra={"fields": remedy})
         return found

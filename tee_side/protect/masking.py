@@ -40,6 +40,8 @@ from tee_side.words import Operator, Site, is_linear
 # Hides the input of one linear operator.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked]
 
+_MORE_ROWS = 4096
+
 
 def linear_masking(
     mask: Mask | None,
@@ -90,7 +92,7 @@ class MaskRules:
 
         Others send a row for a row. `tee_side.remote.services.plan` bounds replies by this number.
         """
-        return 2 * rows + 4096 if isinstance(self.mask, RowMask) else rows
+        return 2 * rows + _MORE_ROWS if isinstance(self.mask, RowMask) else rows
 
     def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.

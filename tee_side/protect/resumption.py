@@ -17,6 +17,7 @@ from protocol.errors import ResumedError
 # Of the platform's drivers from Linux 6.10 on, of ACPI's before.
 _DRIVERS = [Path("/sys/bus", bus, "drivers/vmgenid") for bus in ("platform", "acpi")]
 _LOG = Path("/dev/kmsg")
+_MAX_BYTES = 8192  # of a record of the log
 _FORKED = b"virtual machine fork"  # drivers/char/random.c: "crng reseeded due to ..."
 
 
@@ -42,7 +43,7 @@ class ResumeWatch:
             while not self._got and self.told(0, 1):
                 try:
                     # A record of the log is no longer.
-                    number, _, text = os.read(self._log, 8192).partition(b",")
+                    number, _, text = os.read(self._log, _MAX_BYTES).partition(b",")
                 except OSError:  # of Linux: newer records have taken their place
                     self._got = "records of the kernel's log that were lost"
                 else:

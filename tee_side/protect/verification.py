@@ -21,10 +21,10 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -217,12 +217,15 @@ def rows_of_part(
             yield slice(start + first, start + last), block[first - rows.start : last - rows.start]
 
 
+V = TypeVar("V")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Checks:
+class Checks(ABC, Generic[V]):
     """What the linear operators that a policy verifies are checked with; drawn once a run."""
 
     weights: Weights
-    vectors: Mapping[Site, Any] = field(repr=False)
+    vectors: Mapping[Site, V] = field(repr=False)
 
     @classmethod
     def draw(cls, sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Self:
@@ -231,7 +234,7 @@ class Checks:
 
     @staticmethod
     @abstractmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> Any:
+    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> V:
         """Read the weight of a site, and draw its secret vectors. Raises ModelError."""
 
     @abstractmethod
@@ -242,7 +245,7 @@ class Checks:
         """
 
 
-def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
+def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks[Any]]:
     """Return how products are checked: of integers here, of floats by an installed package.
 
     Raises PolicyError that says what to install, and PluginError for a package that does not load.
@@ -258,11 +261,12 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks]:
             f"an installed package that registers {arithmetic!r} in the entry points"
             f' {GROUP}, as tsqp does, or arithmetic = "int8"',
         )
-    found: type[Checks] = load_entry_point(entry)
+    found: type[Checks[Any]] = load_entry_point(entry)
     return found
 
 
-class Secrets(Checks):
+@dataclass(frozen=True, slots=True, eq=False)
+class Secrets(Checks[ExactCheck]):
     """The `Checks` of integers."""
 
     @staticmethod

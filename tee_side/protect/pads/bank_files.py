@@ -50,6 +50,7 @@ MAX_GROUP = 8
 _PREAMBLE = struct.Struct(">8sI8sI")
 _MAGIC = b"TSQPPADS"
 _MAX_HEADER_BYTES = 4 * 1024 * 1024
+_PAGE = 4096
 _STATE = struct.Struct(">8sI32sQQQ")
 _STATE_MAGIC = b"TSQPPIDX"
 STATE_BYTES = _STATE.size + _MAC_BYTES
@@ -464,7 +465,7 @@ def _key_id(key: bytes) -> bytes:
 def _whole_pages(body: bytes, keys: Keys) -> bytes:
     """Return the header's bytes as they stand in FILE: with their HMAC, and zeros up to a page."""
     sealed = body + hmac.digest(keys.header_mac, body, "sha256")
-    return sealed + bytes(-len(sealed) % 4096)
+    return sealed + bytes(-len(sealed) % _PAGE)
 
 
 def _check_written(where: str, found: bytes, written: bytes) -> None:

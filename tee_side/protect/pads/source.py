@@ -183,15 +183,17 @@ class BackgroundMaker:
         then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
         raised where the load is told, or when the block is left.
         """
-        self._load, self._failed = "idle", False
-        with ThreadPoolExecutor(1, "pads") as thread:
-            self._ended = thread.submit(self._run)
-            try:
-                yield self._set_load
-            finally:
-                with self._changed:
-                    self._load = None
-                    self._changed.notify_all()
+        self._load, self._failed, self._ended = "idle", False, Future()
+        # A program that ends without leaving the block is not to wait for the thread.
+        thread = threading.Thread(target=self._run, name="pads", daemon=True)
+        thread.start()
+        try:
+            yield self._set_load
+        finally:
+            with self._changed:
+                self._load = None
+                self._changed.notify_all()
+            thread.join()
         self._ended.result()
 
     def _set_load(self, load: Load) -> None:
@@ -204,16 +206,22 @@ class BackgroundMaker:
 
     def _run(self) -> None:
         os.nice(_NICENESS)  # on Linux, of this thread
-        while self._make is not None and (tokens := self._next_batch()):
-            failure: TsqpError | None = None
-            try:
-                self._make(tokens)
-            except TsqpError as error:
-                failure = error
-            finally:
-                with self._changed:
-                    self._makes, self._failed, self.failure = False, failure is not None, failure
-                    self._changed.notify_all()
+        try:
+            while self._make is not None and (tokens := self._next_batch()):
+                failure: TsqpError | None = None
+                try:
+                    self._make(tokens)
+                except TsqpError as error:
+                    failure = error
+                finally:
+                    with self._changed:
+                        self._makes, self._failed = False, failure is not None
+                        self.failure = failure
+                        self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - raised where the load is told
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
 
     def _next_batch(self) -> int:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""

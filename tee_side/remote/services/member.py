@@ -93,7 +93,7 @@ class ServiceCheck:
         if not isinstance(reply, InitReply):
             raise ReplyError(f"Init reply from {endpoint}", type(reply).__name__, "InitReply")
 
-        said = reply.config.model_dump() | vars(reply)
+        said = vars(reply) | reply.config.model_dump()
         first, last = layers or (0, self._layers - 1)
         for holds, field, got, expected in (
             *(

@@ -269,7 +269,8 @@ class Replicas(Channel):
         member = session.member
         trouble = in_flight.troubles[member]
         trouble.error = error
-        if isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION:
+        unknown = isinstance(error, ServiceError) and error.code is ErrorCode.UNKNOWN_SESSION
+        if unknown and in_flight.prepared.method == SegmentRequest.method:
             message = in_flight.prepared.request(in_flight.payload)
             if isinstance(message, SegmentRequest) and message.goes_on:
                 raise error  # no other service has the session either

@@ -314,7 +314,8 @@ class ProductCheck(ByAnswer):
 # ------------------------------------------------------------------------- weights of linear sites
 
 
-class FloatSecrets(Checks):
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatSecrets(Checks[FloatCheck]):
     """What linear operators, or the LM head, are checked with; see `Checks`."""
 
     @staticmethod

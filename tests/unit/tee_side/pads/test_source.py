@@ -277,7 +277,7 @@ def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> No
         run(lambda _: None)
     with pytest.raises(KeyError):  # an error of the block's own
         run(lambda _: {}["missing"])
-    assert "pads_0" not in [thread.name for thread in threading.enumerate()]
+    assert "pads" not in [thread.name for thread in threading.enumerate()]
 
 
 # More rows than a block of digits, and fewer.
