@@ -358,8 +358,8 @@ class PendingChannel(Channel):
     def use_one_connection(self) -> None:
         """Never go on with another connection: what is asked after a loss raises EndpointError.
 
-        To be called before the first request, by a caller that must know the process: another one may be at
-        the endpoint by then.
+        To be called before the first request, by a caller that must know the process: another one
+        may be at the endpoint by then.
         """
         self._one_connection = True
 

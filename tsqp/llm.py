@@ -62,13 +62,13 @@ class SamplingParams(SamplingSettings):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        if given.get("top_k") == -1:  # off, in vLLM
+        if isinstance(given, dict) and given.get("top_k") == -1:  # off, in vLLM
             given = given | {"top_k": 0}
         try:
             return read(given)
         except ValidationError as error:
             problem = first_problem(error, cls.model_fields)
-            name = str(problem.path[0])
+            name = str(next(iter(problem.path), ""))
             if name in _EXPECTED:
                 where = f"SamplingParams.{name}"
                 raise PromptError(where, "another value", _EXPECTED[name]) from None

@@ -117,7 +117,8 @@ def seal_model(
     )
     names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
     skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
-    total, done = sum((directory / name).stat().st_size for name in names), 0
+    # What cannot be read is refused before any work.
+    total, done = sum(_size(directory / name) for name in names), 0
 
     def count(size: int) -> None:
         nonlocal done
@@ -157,6 +158,11 @@ def rewrap(directory: Path, old: bytes, new: bytes) -> str:
     finally:
         partial.unlink(missing_ok=True)
     return hashlib.sha256(body).hexdigest()
+
+
+def _size(path: Path) -> int:
+    with opened(path) as file:
+        return file.size
 
 
 def _seal_file(

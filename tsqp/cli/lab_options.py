@@ -99,8 +99,8 @@ class Outputs(Generic[R]):
             with SettingsError.for_os(str(path), "a file to write"):
                 # For appending: a run that is refused leaves an old file as it was.
                 path.open("ab").close()
-                if new:
-                    path.unlink()
+                if new:  # not the link that may lead to it
+                    path.resolve().unlink()
 
     def report_of(self, work: Bench | Laboratory, show: Callable[[Any], None]) -> Any:
         """Carry out a work, show its report and write it, of an interrupted work, too; return it.

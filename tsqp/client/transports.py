@@ -83,13 +83,7 @@ class SealedTransport(_Over):
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; its answer is opened as it comes."""
-        path, _, query = request.url.raw_path.partition(b"?")
-        secret, sealed = seal_secret(self._suite, self._public_key, target_of(path, query))
-        headers = joined(request.headers.raw)
-        headers = {name: headers[name] for name in headers if name not in _OF_CONNECTION}
-        head = RequestHead(time=int(time.time()), method=request.method, headers=headers)
-        direction = Direction(b"request", sealed, secret)
-        chunks = direction.seal(head.encode()) + direction.seal(request.read(), final=True)
+        body, secret = self._sealed(request)
         outer = httpx2.Request(
             "POST",
             request.url,
@@ -99,7 +93,7 @@ class SealedTransport(_Over):
                 "accept-encoding": "identity",
                 "content-type": CONTENT_TYPE,
             },
-            content=sealed + chunks,
+            content=body,
             extensions=request.extensions,
         )
         answer = self._inner.handle_request(outer)
@@ -114,6 +108,17 @@ class SealedTransport(_Over):
             answer.close()
             raise
         return httpx2.Response(answered.status, headers=answered.raw(), stream=opened)
+
+    def _sealed(self, request: httpx2.Request) -> tuple[bytes, bytes]:
+        """Return what is sent of a request, and its secret."""
+        path, _, query = request.url.raw_path.partition(b"?")
+        secret, sealed = seal_secret(self._suite, self._public_key, target_of(path, query))
+        headers = joined(request.headers.raw)
+        headers = {name: headers[name] for name in headers if name not in _OF_CONNECTION}
+        head = RequestHead(time=int(time.time()), method=request.method, headers=headers)
+        direction = Direction(b"request", sealed, secret)
+        chunks = direction.seal(head.encode()) + direction.seal(request.read(), final=True)
+        return sealed + chunks, secret
 
 
 class _OpenedAnswer(httpx2.SyncByteStream):

@@ -42,6 +42,7 @@ from tee_side.protect.masks.mask import ProvisionedMask
 from tsqp.lab.research.provisioning import provision
 from tsqp.page.seen import ReceivedTensors, Seen, describe_request
 from tsqp.processes import (
+    END_TIMEOUT_S,
     START_TIMEOUT_S,
     ProcessError,
     child,
@@ -150,7 +151,7 @@ def run_generate(arguments: list[str], show: Callable[[str], None]) -> tuple[int
         while process.stdout is not None and (chunk := os.read(process.stdout.fileno(), 4096)):
             show(decoder.decode(chunk))
         status = process.wait(START_TIMEOUT_S)
-        errors.join()
+        errors.join(END_TIMEOUT_S)
     return status, errors.last
 
 
@@ -252,10 +253,13 @@ class Tap:
         with suppress(TsqpError):
             self._back._send("a request", frames, sum(map(len, frames)), _TIMEOUT_S)
             # After forwarding, so that looking at a request does not delay it.
+            seen = None
             with suppress(ProtocolError):
-                request = read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
-                if (seen := describe_request(request)) is not None:
-                    self._on_request(seen)
+                seen = describe_request(
+                    read_request(open_request(frames, DEFAULT_MAX_MESSAGE_BYTES))
+                )
+            if seen is not None:
+                self._on_request(seen)
             until = time.monotonic() + _TIMEOUT_S
             while time.monotonic() < until:
                 if (received := self._back._receive(until)) is not None:

@@ -70,9 +70,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _KERNEL = "linux-image-cloud-amd64"
 
 _LINE = re.compile(
-    r"^'(?P<url>\S+)' (?P<name>[^\s_]+)_(?P<version>[^\s_]+)_\S+ \d+"
-    r" SHA256:(?P<sha256>[0-9a-f]{64})$",
-    re.MULTILINE,
+    r"^'(?P<url>\S+)' (?P<file>\S+) \d+ SHA256:(?P<sha256>[0-9a-f]{64})$", re.MULTILINE
 )
 
 # Debian 13's base files have /bin as a link to /usr/bin; those of 12 leave it to the installer, and
@@ -118,15 +116,7 @@ class Archive:
         wanted = ["?essential", *(["usr-is-merged"] if self._suite == "bookworm" else []), *names]
         command = ["apt-get", "-y", "--print-uris", "install", *wanted]
         printed = call(command, settings=self._settings).decode()
-        found = [
-            Artifact(
-                name=unquote(match["name"]),
-                version=unquote(match["version"]),
-                url=match["url"],
-                sha256=match["sha256"],
-            )
-            for match in _LINE.finditer(printed)
-        ]
+        found = [_package(match) for match in _LINE.finditer(printed)]
         return tuple(sorted(found, key=lambda artifact: artifact.name))
 
 
@@ -136,6 +126,11 @@ def newest_kernel(directory: Path) -> Artifact:
         if re.match(r"linux-image-\d", artifact.name):
             return artifact
     raise SettingsError(_KERNEL, got="no kernel", expected="a package that depends on one")
+
+
+def _package(match: re.Match[str]) -> Artifact:
+    name, version, _ = unquote(match["file"]).split("_")
+    return Artifact(name=name, version=version, url=match["url"], sha256=match["sha256"])
 
 
 def install_packages(suite: Suite, packages: Sequence[Artifact], folder: Path, into: Path) -> None:

@@ -68,9 +68,11 @@ def test_a_request_passes_as_it_is_and_what_is_kept_is_a_bounded_copy() -> None:
         payload.zero_()
         assert [rows.tolist() for rows in feed.inputs(MINE)] == [[[7, 8]]]
         assert shown(feed)["samples"][0]["head"] == "0700000008000000"
+        asked, rows = rows_of(50)
         for _ in range(50):
-            assert channel.start(*rows_of(50)) is wire.start.return_value
-    assert [found.args[2] for found in wire.start.call_args_list] == [2.0, *[None] * 50]
+            assert channel.start(asked, rows) is wire.start.return_value
+    for found in wire.start.call_args_list[1:]:
+        assert (found.args[0] is asked, found.args[1] is rows, found.args[2]) == (True, True, None)
     found = shown(feed)
     assert [one["number"] for one in found["samples"]] == list(range(20, 52))
     assert (found["requests"], found["rows"], found["running"]) == (51, 2501, False)

@@ -61,5 +61,5 @@ def test_a_child_gets_no_settings_of_ours_and_what_it_is_is_said(
     assert not any(int(ignored, 16) & bit for bit in bits)
     with child(["/no/such/program"], stdout=subprocess.DEVNULL) as (process, errors):
         assert process.wait() == 1
-        errors.join()
+        errors.join(60)
     assert errors.last == "/no/such/program: got No such file or directory, expected a program"
