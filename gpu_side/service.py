@@ -26,14 +26,14 @@ from gpu_side.handler import (
 )
 from gpu_side.kernels import NullKernels, there
 from gpu_side.ranks.head import Ranks
-from gpu_side.ranks.worker import OPTION, RankJob, by_torchrun, device_at, placed, work
+from gpu_side.ranks.worker import RankJob, by_torchrun, device_at, placed, work
 from gpu_side.request_loop import RequestLoop, StoppedWhileLoadingError, StopSignal
 from gpu_side.sessions import SessionSettings
 from gpu_side.transport.http_listener import HttpListener
 from gpu_side.transport.listener import Listener
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
-from gpu_side.weights import ServedModel, ServiceWeights, check_columns, read_served_model
+from gpu_side.weights import ServedModel, ServiceWeights, read_served_model
 from protocol import native
 from protocol.curve import read_secret_key, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -327,7 +327,6 @@ def _settled(job: RankJob, device: Device) -> RankJob:
     not exact. Raises KernelError where these were insisted on.
     """
     config, arithmetic = read_config(job.model), job.arithmetic
-    check_columns(config, (0, job.place[1]), OPTION)
     if "int8" in arithmetic:
         try:
             check_integers(config, None if isinstance(device, NullDevice) else device)

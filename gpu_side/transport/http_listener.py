@@ -119,9 +119,10 @@ class HttpListener(WaitingListener):
     def _has_come(self, patience_s: float) -> bool:
         self._gateway.is_ready = True
         if not self._arrived:
-            if not self._come.wait(patience_s) and not self._thread.is_alive():
-                raise admits_no_client(self.endpoint)
+            self._come.wait(patience_s)
             self._come.clear()
+            if not self._arrived and not self._thread.is_alive():
+                raise admits_no_client(self.endpoint)
         return bool(self._arrived)
 
     def receive(self) -> Incoming | None:
@@ -166,6 +167,8 @@ class HttpListener(WaitingListener):
                 runner.run(self._server.serve(sockets=[self._socket]))
         except Exception:
             log.exception("http_failed", lets_in="nobody")
+        finally:
+            self._come.set()
 
     @property
     def _connections(self) -> set[H11Protocol]:

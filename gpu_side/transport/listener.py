@@ -125,6 +125,8 @@ class WaitingListener(Listener):
         fifth of a small round trip went into.
         """
         if self._waits_with is not None and wakeup is not None and wakeup is not self._wakeup:
+            if self._wakeup is not None:
+                self._waits_with.unregister(self._wakeup)
             self._wakeup = wakeup
             self._waits_with.register(wakeup, select.EPOLLIN)
         # Only looking is no wait, and says nothing of how soon messages come.

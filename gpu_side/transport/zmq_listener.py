@@ -61,13 +61,16 @@ class Unread:
 
     def __init__(self) -> None:
         self._held: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
+        # With so many clients it is looked which of them have gone.
+        self._look_at = _LOOK_AT_CLIENTS
 
     def add(self, client: bytes, frames: Sequence[tuple[zmq.MessageTracker, int]]) -> None:
         """Take note of frames, with the bytes in each, that were sent to a client."""
-        # Whenever they are so many more: a look takes as long as there are clients.
-        if client not in self._held and len(self._held) % _LOOK_AT_CLIENTS == _LOOK_AT_CLIENTS - 1:
+        if client not in self._held and len(self._held) >= self._look_at:
             for name in list(self._held):
                 self.bytes_of(name)
+            # A look takes as long as there are clients.
+            self._look_at = 2 * len(self._held) + _LOOK_AT_CLIENTS
         self._held.setdefault(client, deque()).extend(frames)
 
     def bytes_of(self, client: bytes) -> int:

@@ -6,6 +6,8 @@ The key of its links is made here, at each start, and is on no disk: one that it
 would let that host stand in between, with genuine evidence.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import time
@@ -13,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, TypeAlias
 
 import click
 from annotated_types import Interval
@@ -45,6 +47,9 @@ from tsqp.run.settings import (
     option_of,
     setting,
 )
+
+if TYPE_CHECKING:
+    from gpu_side.handler import QueueLimits
 
 log = logging.getLogger("gpu_service")
 
@@ -297,7 +302,6 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     MODEL is a Hugging Face directory with safetensors weights, or "demo". The process needs no
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
-    from gpu_side.handler import QueueLimits
     from gpu_side.ranks.worker import RankJob
     from gpu_side.service import ServiceSettings, serve
     from gpu_side.sessions import SessionSettings
@@ -315,7 +319,6 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     )
     held = held_layers(settings)
     secret, attest = attested_service(settings, held) or (None, None)
-    queued = settings.max_queued_mib or settings.max_message_mib
     at = settings.http
     http = None if at is None else f"http://{at}" if ":" in at else f"http://127.0.0.1:{at}"
     serve(
@@ -344,12 +347,7 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
                 spill_bytes=size(settings.session_spill_mib),
             ),
             metrics=settings.metrics,
-            queue=QueueLimits(
-                settings.max_queued_requests,
-                queued * MIB,
-                settings.max_queued_total_requests,
-                (settings.max_queued_total_mib or ALL_CLIENTS * queued) * MIB,
-            ),
+            queue=queue_limits(settings),
             drain_timeout_s=settings.drain_timeout_s,
             identity=settings.identity,
             secret=secret,
@@ -358,6 +356,19 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         ),
         attest,
+    )
+
+
+def queue_limits(settings: GpuServiceSettings) -> QueueLimits:
+    """Return how much may wait: by default of one client as much as a message may have."""
+    from gpu_side.handler import QueueLimits
+
+    queued = settings.max_queued_mib or settings.max_message_mib
+    return QueueLimits(
+        settings.max_queued_requests,
+        queued * MIB,
+        settings.max_queued_total_requests,
+        (settings.max_queued_total_mib or ALL_CLIENTS * queued) * MIB,
     )
 
 

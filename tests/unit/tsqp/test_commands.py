@@ -19,6 +19,7 @@ from tee_side.serve.audit_log import AuditLog, AuditLogError
 from tee_side.serve.keys import ApiKeys
 from tests.kit.rows import each_row
 from tsqp.catalogue import MaskEntry
+from tsqp.cli.gpu_service import MIB, GpuServiceSettings, queue_limits
 from tsqp.cli.main import command
 from tsqp.cli.serve import Conversation
 from tsqp.key_files import AUDIT_KEY, SEAL_KEY
@@ -28,6 +29,27 @@ from tsqp.run.settings import TextSettings, model_directory
 def run(*arguments: object, **environment: str) -> Result:
     environment |= {"COLUMNS": "160"}
     return CliRunner().invoke(command, [str(one) for one in arguments], env=environment)
+
+
+@each_row(
+    ("given", "expected"),
+    [
+        ({}, (64, 512, 1024, 2048)),
+        ({"max_message_mib": 1}, (64, 1, 1024, 4)),
+        ({"max_queued_total_mib": 512, "max_queued_total_requests": 64}, (64, 512, 64, 512)),
+    ],
+)
+def test_what_may_wait_follows_the_largest_message(
+    given: dict[str, int], expected: tuple[int, int, int, int]
+) -> None:
+    """In MiB."""
+    made = queue_limits(GpuServiceSettings(model="demo", **given))  # type: ignore[arg-type]
+    assert (
+        made.requests,
+        made.bytes / MIB,
+        made.total_requests,
+        made.total_bytes / MIB,
+    ) == expected
 
 
 @each_row(
