@@ -130,8 +130,9 @@ def placed(job: RankJob) -> RankJob:
     All ranks are on one host. Rank 0 is the head; each has the GPU of its number, this part of the
     columns and, unless it is said how many threads, its share of the cores.
 
-    Raises SettingsError for more ranks than columns, where torchrun has started another number of processes, or says no numbers;
-    and where some are on another host: rows and results would cross a network in the clear.
+    Raises SettingsError for more ranks than columns; where torchrun has started another number of
+    processes, or says no numbers; and where some are on another host: rows and results would cross
+    a network in the clear.
     """
     rank, ranks = "0", job.place[1]
     if ranks == 1:
