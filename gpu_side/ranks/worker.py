@@ -31,14 +31,7 @@ from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
 from gpu_side.kernels import there
 from gpu_side.tasks import Computed, RequestChecker
-from gpu_side.weights import (
-    BOTH,
-    Progress,
-    ServedModel,
-    ServiceWeights,
-    check_columns,
-    load_weights,
-)
+from gpu_side.weights import BOTH, Progress, ServedModel, ServiceWeights, load_weights
 from protocol import native
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import EndpointError, SettingsError, TsqpError
@@ -130,14 +123,12 @@ def placed(job: RankJob) -> RankJob:
     All ranks are on one host. Rank 0 is the head; each has the GPU of its number, this part of the
     columns and, unless it is said how many threads, its share of the cores.
 
-    Raises SettingsError for more ranks than columns; where torchrun has started another number of
-    processes, or says no numbers; and where some are on another host: rows and results would cross
-    a network in the clear.
+    Raises SettingsError where torchrun has started another number of processes, or says no numbers;
+    and where some are on another host: rows and results would cross a network in the clear.
     """
     rank, ranks = "0", job.place[1]
     if ranks == 1:
         return job
-    check_columns(read_config(job.model), (0, ranks), OPTION)
     if by_torchrun():
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         rank, world, here = (os.environ.get(name, "") for name in names)

@@ -302,10 +302,11 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     MODEL is a Hugging Face directory with safetensors weights, or "demo". The process needs no
     secret and is trusted with none: what it gets to see is the runner's policy.
     """
-    from gpu_side.ranks.worker import RankJob
+    from gpu_side.ranks.worker import OPTION, RankJob
     from gpu_side.service import ServiceSettings, serve
     from gpu_side.sessions import SessionSettings
-    from gpu_side.weights import BOTH
+    from gpu_side.weights import BOTH, check_columns
+    from protocol.model.config import read_config
 
     def size(mebibytes: int | None) -> int | None:
         return None if mebibytes is None else mebibytes * MIB
@@ -317,6 +318,9 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
         f"--bind {settings.bind} as well",
         "one of them",
     )
+    model, ranks = model_directory(settings.model), settings.tensor_parallel
+    if ranks > 1:
+        check_columns(read_config(model), (0, ranks), OPTION)
     held = held_layers(settings)
     secret, attest = attested_service(settings, held) or (None, None)
     at = settings.http
@@ -324,8 +328,8 @@ def command(context: click.Context, /, *, settings: GpuServiceSettings) -> None:
     serve(
         ServiceSettings(
             job=RankJob(
-                model=model_directory(settings.model),
-                place=(0, settings.tensor_parallel),
+                model=model,
+                place=(0, ranks),
                 device=settings.device,
                 dtype=settings.dtype,
                 arithmetic=BOTH if settings.arithmetic == "both" else (settings.arithmetic,),
