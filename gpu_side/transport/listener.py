@@ -32,8 +32,6 @@ CLOSING_S = 0.5
 _WAKEUP_INTERVAL_S = 0.1
 # How long no client is let in where there are too few file descriptors.
 _ACCEPT_AGAIN_S = 1.0
-# How often to look, meanwhile, whether one can be again.
-_LOOK_S = 0.05
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC})
 
 
@@ -107,9 +105,10 @@ class Listener(Protocol):
 class WaitingListener(Listener):
     """A `Listener` that waits for messages alone, and looks for anything else now and then."""
 
-    # Where a transport waits with this, what is to wake it up is in it too.
+    # Where a transport waits with this, what is to wake it up is in it too: it may sleep for long.
     _waits_with: select.epoll | None = None
     _wakeup: socket.socket | None = None
+    _longest_s = _WAKEUP_INTERVAL_S
 
     def __init__(self, spin_us: float = 0.0) -> None:
         self._spin = AdaptiveSpin(spin_us)
@@ -125,7 +124,7 @@ class WaitingListener(Listener):
         fifth of a small round trip went into.
         """
         if self._waits_with is not None and wakeup is not None and wakeup is not self._wakeup:
-            if self._wakeup is not None:
+            if self._wakeup is not None and self._wakeup.fileno() >= 0:
                 self._waits_with.unregister(self._wakeup)
             self._wakeup = wakeup
             self._waits_with.register(wakeup, select.EPOLLIN)
@@ -135,7 +134,7 @@ class WaitingListener(Listener):
         give_up = time.monotonic() + (inf if timeout_ms is None else timeout_ms / 1000)
         ask = partial(self._spin.wait, self._has_come) if self._spin.is_on else self._has_come
         while (left_s := give_up - time.monotonic()) > 0:
-            if ask(min(left_s, _WAKEUP_INTERVAL_S)):
+            if ask(min(left_s, self._longest_s)):
                 return True
             if wakeup is not None and select.select([wakeup], [], [], 0)[0]:
                 break
@@ -284,13 +283,14 @@ class AcceptingThread(ABC):
         """Close what the thread has to close when it ends, also where it has failed."""
 
     def _left_s(self) -> float | None:
-        """Return how long to wait for connections: while no client is let in, not for long."""
-        if self.accepting:  # a pause that begins now wakes this thread up
+        """Return how long no client is let in; None where that is not a matter of time."""
+        if not self._accept_again:  # a pause that begins now wakes this thread up
             return None
+        now = time.monotonic()
         with self._lock:
-            if 0 < self._accept_again <= time.monotonic():
+            if 0 < self._accept_again <= now:
                 self._accept_more(self._clients < self._max_clients)
-        return _LOOK_S
+            return self._accept_again - now if self._accept_again else None
 
     def _accept_more(self, accepting: bool) -> None:
         """Change what the thread waits for, whichever thread this is. With the lock."""

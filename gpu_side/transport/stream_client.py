@@ -315,6 +315,14 @@ class Acceptor(AcceptingThread):
                 self._listening.shutdown(socket.SHUT_RDWR)
             os.eventfd_write(self.ready_fd, 1)
 
+    def _left_s(self) -> float | None:
+        left_s = super()._left_s()
+        if self.accepting or not self._unclassified:
+            return left_s
+        _, since = next(iter(self._unclassified.values()))
+        silent_s = max(0.0, since + SILENT_S - time.monotonic())
+        return silent_s if left_s is None else min(left_s, silent_s)
+
     def _make_room(self) -> None:
         """Drop those that have been silent for too long, if that is what keeps others out."""
         if self.accepting:

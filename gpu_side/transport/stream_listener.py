@@ -73,6 +73,8 @@ class StreamListener(WaitingListener):
 
     # Turned away, or cut off because they sent what is no message.
     clients_refused: int = 0
+    # Whatever it waits for wakes it up.
+    _longest_s = 3600.0
 
     def __init__(
         self,
@@ -193,7 +195,8 @@ class StreamListener(WaitingListener):
                     done = True
                 if done or over:
                     self._drop(client)
-            time.sleep(_PAUSE_S)
+            if self._clients:
+                time.sleep(_PAUSE_S)
         # Last: a client that still reads its replies must not take us for dead.
         self._acceptor.close()
         self._epoll.close()
@@ -237,6 +240,8 @@ class StreamListener(WaitingListener):
         if self._wanting_room:
             self._give_room()
         kept_out = bool(self._wanting_room) or not self._acceptor.accepting
+        if kept_out:
+            timeout_s = min(timeout_s, _LOOK_FOR_STALLED_S)
         for file, events in (self._poll if self._sharing else self._epoll.poll)(timeout_s):
             client = self._by_file.get(file)
             if client is not None:

@@ -569,8 +569,8 @@ def test_who_has_just_come_may_be_unclassified_for_a_while(
         assert acceptor._left_s() is None
         acceptor._accept()
         assert not acceptor.accepting
-        # It does not sleep until it is woken: the first of them has to go.
-        assert acceptor._left_s() == 0.05
+        # It sleeps no longer than until the first of them has to go.
+        assert acceptor._left_s() == 0.5
         # From then on there is room again, and so the other one stays.
         for at, left in ((1001.5, 2), (1002.0, 1), (2000.0, 1)):
             now = at
