@@ -9,7 +9,7 @@ among all tokens suffices; deeper, a search runs candidates behind what it has r
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import ClassVar, TypeAlias
 
@@ -60,22 +60,33 @@ class Observed:
     left: list[int]
 
 
-# Of the last tensor, such as a dictionary, that is asked about for every row.
-@lru_cache(maxsize=1)
+class LastMade:
+    """What was made of the last tensor, such as a dictionary, that is asked about for every row."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what `make` makes of a tensor; it is called once for the same one."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, make(x))
+        return self._last[1]
+
+
 def squares(states_NX: torch.Tensor) -> torch.Tensor:
-    """Return |x|^2 of each candidate: [N], above 0. Do not write to what is returned."""
+    """Return |x|^2 of each candidate: [N], above 0."""
     lengths_N: torch.Tensor = torch.linalg.vector_norm(states_NX, dim=-1)
     return lengths_N.square().clamp(min=1e-30)
 
 
-def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
+def apart(rows_RX: torch.Tensor, table_NX: torch.Tensor, squares_N: torch.Tensor) -> torch.Tensor:
     """Return the Euclidean distance of every candidate from every row: [R, N].
 
     By one product, and near 0, where its digits cancel, by subtraction. `torch.cdist` copies the
     dictionary each time that it is asked.
     """
     squares_R1 = rows_RX.square().sum(-1, keepdim=True)
-    apart_RN = torch.addmm(squares(table_NX), rows_RX, table_NX.T, alpha=-2.0)
+    apart_RN = torch.addmm(squares_N, rows_RX, table_NX.T, alpha=-2.0)
     apart_RN = apart_RN.add_(squares_R1).clamp_(min=0).sqrt_()
     row_M, near_M = (apart_RN < _NEAR * squares_R1.sqrt()).nonzero(as_tuple=True)
     apart_RN[row_M, near_M] = torch.linalg.vector_norm(rows_RX[row_M] - table_NX[near_M], dim=-1)
@@ -92,6 +103,7 @@ class FeatureMatcher:
 
     def __init__(self, *, ordered: bool = True) -> None:
         self.ordered = ordered
+        self._features, self._squares = LastMade(), LastMade()
 
     def of_candidates(self, states_NI: torch.Tensor) -> torch.Tensor:
         """Return what is compared of candidates: [N, ...]."""
@@ -111,7 +123,8 @@ class FeatureMatcher:
         rows_RI = observed.rows_RI[rows]
         if not len(rows_RI):
             return torch.full((len(states_NI),), float("inf"))
-        return self.pairwise(self.of_observed(rows_RI), _features(self, states_NI)).amin(0)
+        table_NX = self._features.of(states_NI, self.of_candidates)
+        return self.pairwise(self.of_observed(rows_RI), table_NX).amin(0)
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
         """Return the distances of all tokens of a request from all of a dictionary: [T, V].
@@ -119,7 +132,8 @@ class FeatureMatcher:
         By one product for all rows, where each is a token's.
         """
         if self.tells(observed):
-            return self.pairwise(self.of_observed(observed.rows_RI), _features(self, table_VI))
+            table_VX = self._features.of(table_VI, self.of_candidates)
+            return self.pairwise(self.of_observed(observed.rows_RI), table_VX)
         return torch.stack(
             [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
         )
@@ -127,7 +141,7 @@ class FeatureMatcher:
     def pairwise(self, rows_RX: torch.Tensor, table_NX: torch.Tensor) -> torch.Tensor:
         """Return how far every candidate is from every row: [R, N], Euclidean, relative to it."""
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
-        return apart(rows_RX, table_NX).div_(sizes_R1)
+        return apart(rows_RX, table_NX, self._squares.of(table_NX, squares)).div_(sizes_R1)
 
     def tells(self, observed: Observed) -> bool:
         """Whether rows say whose they are."""
@@ -139,12 +153,6 @@ class FeatureMatcher:
             rows = self.of_observed(observed.rows_RI[observed.left])
             taken = self.of_candidates(state_I[None])
             del observed.left[int(torch.cdist(taken, rows).argmin())]
-
-
-@lru_cache(maxsize=1)
-def _features(matcher: FeatureMatcher, states_NI: torch.Tensor) -> torch.Tensor:
-    """Return what a matcher compares of candidates, remembered as `squares` are."""
-    return matcher.of_candidates(states_NI)
 
 
 def observe(view: View, step: TraceStep, where: Where) -> Observed | None:

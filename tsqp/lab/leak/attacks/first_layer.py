@@ -26,7 +26,7 @@ from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import Phase
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, best, place_name
-from tsqp.lab.leak.matching import FIRST, apart
+from tsqp.lab.leak.matching import FIRST, apart, squares
 from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
@@ -96,8 +96,9 @@ class AttentionKeys(Attack):
             rope = public.light.rope.of([(position, position + 1, position + 1)])
             k_VKC = apply_rope(plain_VKC, *rope)
             table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
+            squares_V = squares(table_VX)
             for session, token, among_MX in appended:
-                distances_V = apart(among_MX, table_VX).amin(0)
+                distances_V = apart(among_MX, table_VX, squares_V).amin(0)
                 work.compared += len(table_VX)
                 yield session, token, best(distances_V)
 

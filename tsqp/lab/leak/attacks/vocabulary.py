@@ -232,7 +232,7 @@ class RowSpace(FeatureMatcher):
         basis_BI = _basis(observed.rows_RI)
         if len(basis_BI) >= observed.rows_RI.shape[1]:
             return torch.full((len(states_NI),), float("inf"))
-        squares_N = squares(states_NI)
+        squares_N = self._squares.of(states_NI, squares)
         inside_N = (states_NI @ basis_BI.T).square().sum(-1) / squares_N
         distances_N = (1 - inside_N).clamp(min=0).sqrt()
         # Near 0 most digits have cancelled: what is left over tells more, and takes more memory.
