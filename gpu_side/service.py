@@ -51,7 +51,7 @@ class ServiceSettings:
 
     `sessions`: how much of them to keep. `metrics`: as `gpu_side.metrics.parse_address` reads it,
     None: not served. `queue`: how much may wait. `drain_timeout_s`: how long to go on with what was
-    taken, once told to stop. `identity`: our secret key (or `secret`: itself,
+    taken, once told to stop. `identity`: the file of our secret key (or `secret`: the key itself,
     made in this process), and `allow`: the list of the clients that are let in, which SIGHUP reads
     again; without them every client is let in, and other machines have to be allowed by
     `allow_anyone`. `heartbeat_timeout_s`: see `protocol.zmq_channel`. `http_`: see HttpKeys, for a

@@ -117,16 +117,16 @@ class EngineResponse(Response):
         require_ready(self._serving)
         most = sum(request.samples * request.max_new_tokens for request in self._requests)
         self._watched.begin(self._counts.prompt, most)
-        self._leaving = asyncio.ensure_future(_leaving(receive))
-        self._leaving.add_done_callback(self._leave)
+        self._departure = asyncio.ensure_future(_leaving(receive))
+        self._departure.add_done_callback(self._leave)
         try:
             await self._run(send)
         except Exception as error:
             self._outcome = type(error).__name__
             raise
         finally:
-            self._leaving.remove_done_callback(self._leave)
-            self._leaving.cancel()
+            self._departure.remove_done_callback(self._leave)
+            self._departure.cancel()
             self._cancel()
             signed = None if self.receipt is None else self.receipt.digest
             # Of the prompts that had a place in the queue.
@@ -144,9 +144,9 @@ class EngineResponse(Response):
                     await self._news.wait()
                 else:
                     # No news can come: this waits for a place in the queue.
-                    await asyncio.wait([self._leaving], timeout=_RETRY_S)
+                    await asyncio.wait([self._departure], timeout=_RETRY_S)
                 arrived = await self._due()
-                if self._leaving.done():
+                if self._departure.done():
                     return
                 if any(token.finish_reason == "length" for _, d in arrived for token in d.tokens):
                     outcome = "length"
@@ -161,7 +161,7 @@ class EngineResponse(Response):
             if not self._started:
                 raise cause from None
             text, end, outcome = f"data: {of_engine(cause).body}\n\n", "", type(cause).__name__
-        if self._leaving.done():
+        if self._departure.done():
             return
         # Settled before the last byte: a client that has all may leave.
         self._outcome = outcome
@@ -224,7 +224,7 @@ class EngineResponse(Response):
         # A loop's clock may have ticks of its own, and stand a little before ours.
         behind_s = now_s - self._next_s if self._next_s else 0.0
         self._next_s = (self._next_s or now_s) + max(1, behind_s // tempo_s + 1) * tempo_s
-        await asyncio.wait([self._leaving], timeout=self._next_s - now_s)
+        await asyncio.wait([self._departure], timeout=self._next_s - now_s)
 
     async def _take(self, prompt: int, delivery: Delivery) -> str:
         """Count what was delivered, and return what is to be sent of it."""
@@ -268,7 +268,7 @@ class EngineResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def _leave(self, _leaving: asyncio.Future[None]) -> None:
+    def _leave(self, _ended: asyncio.Future[None]) -> None:
         self._cancel()
         self._news.set()
 

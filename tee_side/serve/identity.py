@@ -15,10 +15,9 @@ Clients of OpenAI's API read every event as a chunk, whatever its name, and fail
 none. The standard of event streams has every client ignore a comment. It begins a line, which no
 text of a model does: JSON has no line ends in its strings.
 
-- Requests that are sealed to the attested key are opened, and their answers sealed. A proxy that
-  ends TLS in front of the server reads neither. It sees a POST to the path, a 200, times and
-  lengths: method, status and headers are sealed as well. Of the headers outside only the content
-  type is read.
+Requests that are sealed to the attested key are opened here, and their answers sealed. A proxy that
+ends TLS in front of the server reads neither. It sees a POST to the path, a 200, times and lengths:
+method, status and headers are sealed as well. Of the headers outside only the content type is read.
 
 A sealed request is answered once, and a repeated one is refused:
 

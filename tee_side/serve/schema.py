@@ -142,18 +142,20 @@ _NOT_SUPPORTED: dict[str, Any] = {
 }
 
 
-@_accepting({"include_obfuscation": Any})
 class StreamOptions(_Body):
     """`include_obfuscation` is accepted and unused."""
 
     include_usage: bool | None = None
+    include_obfuscation: Any = None
 
 
-@_accepting({"name": _Name | None, "description": str | None, "strict": bool | None})
 class JsonSchema(_Body):
     """A schema by its name; `strict`: it is always followed."""
 
+    name: _Name | None = None
+    description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
 
 
 class ResponseFormat(_Body):
@@ -211,34 +213,22 @@ class TextPart(_Body):
     text: str
 
 
-@_accepting(
-    {
-        "refusal": None,
-        "annotations": Any,
-        "audio": None,
-        "function_call": None,
-        "tool_calls": _Empty | None,
-    }
-)
 class ChatMessage(_Body):
     """A turn of a conversation. Only an assistant's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | _List[TextPart] | None = None
     name: _Name | None = None
+    refusal: None = None
+    annotations: Any = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: _Empty | None = None
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-@_accepting(
-    {
-        # A template writes its own.
-        "add_special_tokens": Literal[False] | None,
-        "chat_template": None,
-        "echo": Literal[False] | None,
-    }
-)
 class ChatRequest(Generating):
     """`/v1/chat/completions`."""
 
@@ -248,9 +238,13 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     add_generation_prompt: bool | None = None
+    # A template writes its own.
+    add_special_tokens: Literal[False] | None = None
+    chat_template: None = None
+    echo: Literal[False] | None = None
 
 
-@_accepting(_UNUSED | {"truncate_prompt_tokens": None})
+@_accepting(_UNUSED)
 class EmbeddingsRequest(_Body):
     """`/v1/embeddings`. `pooling`: another than the server was started with."""
 
@@ -260,9 +254,9 @@ class EmbeddingsRequest(_Body):
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: None = None
 
 
-@_accepting({"parse_special": Literal[True] | None})
 class TokenizeRequest(_Body):
     """`/tokenize`: vLLM's prompt or messages, or llama.cpp's content."""
 
@@ -275,6 +269,7 @@ class TokenizeRequest(_Body):
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
+    parse_special: Literal[True] | None = None
 
 
 class DetokenizeRequest(_Body):
@@ -323,18 +318,19 @@ _KNOWN_TYPES = {
 }
 
 
-ErrorBody = create_model(
-    "ErrorBody",
-    __doc__="The body of every answer that is no success.",
-    error=create_model(
-        "ErrorDetail",
-        __doc__="What is wrong; some errors have fields of their own beside these.",
-        message=str,
-        type=str,
-        param=str | None,
-        code=str | None,
-    ),
-)
+class ErrorDetail(BaseModel):
+    """What is wrong; some errors have fields of their own beside these."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
 
 
 class ApiError(HTTPException):
