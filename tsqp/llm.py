@@ -23,10 +23,10 @@ from pydantic import (
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
-from tee_side.engine.background import BackgroundEngine, EngineStats, Ticket
 from tee_side.engine.reading import MAX_TOP
-from tee_side.engine.request import Delivery, Logprob, Request, SamplingSettings
+from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.tokenizer import TextStream
+from tee_side.serve.background import BackgroundEngine, Delivery, EngineStats, Ticket
 from tsqp.run.load import engine_settings, load, open_runner
 from tsqp.run.settings import RunSettings, plain_type, settings_of
 

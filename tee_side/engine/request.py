@@ -1,7 +1,6 @@
 """What the engine is asked for, how tokens are drawn, and what comes back, token by token.
 
-A `Request` may have several samples; each is a sequence of the engine. What came of them in one
-step arrives together, as one `Delivery`.
+A `Request` may have several samples; each is a sequence of the engine.
 
 Order and meaning of a `Sampler`'s steps are those of `transformers.generate`. Frequency and
 presence penalties, which it has not, come after its repetition penalty.
@@ -17,8 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, Field
-
-from protocol.errors import TsqpError
 
 if TYPE_CHECKING:
     from tee_side.engine.grammar import GrammarMatcher
@@ -106,19 +103,6 @@ class PromptRead:
     logprobs: tuple[Logprob, ...] = ()
     pooled_D: torch.Tensor | None = None
     reused_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """What one step gave to one request, in the order of its samples' tokens.
-
-    `prompt`: once, with the first delivery. `ended`: the request is over, well or by `error`.
-    """
-
-    tokens: tuple[NewToken, ...] = ()
-    prompt: PromptRead | None = None
-    error: TsqpError | None = None
-    ended: bool = False
 
 
 # Below it float32 would overflow; long before, sampling is greedy.

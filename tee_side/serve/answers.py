@@ -18,15 +18,9 @@ from typing import TypeAlias
 import torch
 
 from protocol.model.config import ModelConfig
-from tee_side.engine.request import (
-    Delivery,
-    FinishReason,
-    Logprob,
-    NewToken,
-    Pooling,
-    Request,
-)
+from tee_side.engine.request import FinishReason, Logprob, NewToken, Pooling, Request
 from tee_side.engine.tokenizer import TextStream, Tokenizer
+from tee_side.serve.background import Delivery
 
 TokenNames: TypeAlias = Callable[[int], tuple[str, str]]
 

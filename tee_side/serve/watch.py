@@ -18,8 +18,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tee_side.engine.background import EngineStats
 from tee_side.serve.audit_log import AuditLog
+from tee_side.serve.background import EngineStats
 from tee_side.serve.keys import Admission, Limits, RateLimitError
 
 _LABELS = ("model_name",)

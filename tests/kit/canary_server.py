@@ -34,7 +34,6 @@ from protocol.channel import NOT_PUT
 from protocol.encoding import decode_reply
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.stream import StreamChannel
-from tee_side.engine import background
 from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
 from tee_side.protect.pads.store import PadStore
@@ -42,7 +41,7 @@ from tee_side.protect.verification import ExactCheck
 from tee_side.remote import call as remote_call
 from tee_side.remote.call import CallPlan
 from tee_side.remote.services.member import Member
-from tee_side.serve import answers, completions, exchange
+from tee_side.serve import answers, background, completions, exchange
 from tee_side.serve.audit_log import AuditReader, open_log
 from tee_side.serve.keys import PREFIX, ApiKey, hash_of
 from tests.kit.service import until

@@ -10,7 +10,6 @@ import torch
 
 from protocol.errors import DeadlineExceededError, LimitError, PadsExhaustedError
 from tee_side.engine import step
-from tee_side.engine.background import WaitingQueue
 from tee_side.engine.drafts import Drafts
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request
@@ -19,6 +18,7 @@ from tee_side.model.batch import Batch
 from tee_side.model.operators import forward
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.source import Pads
+from tee_side.serve.background import WaitingQueue
 from tests.kit.model import LoopbackChannel, Models, Tee, token_ids
 from tests.kit.rows import each_row
 

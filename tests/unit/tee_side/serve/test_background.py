@@ -21,12 +21,12 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.model.config import ModelConfig
-from tee_side.engine import background
-from tee_side.engine.background import BackgroundEngine, QueueFullError, State, Ticket
 from tee_side.engine.engine import Engine, EngineSettings
-from tee_side.engine.request import Delivery, Request, SamplingSettings
+from tee_side.engine.request import Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence
 from tee_side.model.batch import KVCache
+from tee_side.serve import background
+from tee_side.serve.background import BackgroundEngine, Delivery, QueueFullError, State, Ticket
 from tests.kit.model import LoopbackChannel, Models, Tee, finish, stocked, token_ids
 from tests.kit.rows import each_row
 

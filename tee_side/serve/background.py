@@ -1,8 +1,9 @@
 """Runs steps in a thread of its own, for an event loop that serves many requests.
 
 Requests come and are cancelled between two steps. Of those that wait, the next is one of the owner
-who was served least. What a step gives is handed to the event loop in
-one call, whatever the number of requests. Pads are made in the background, as the load allows.
+who was served least. What a step gave to all samples of a request is one `Delivery`; those of a
+step are handed to the event loop in one call, whatever the number of requests. Pads are made in the
+background, as the load allows.
 """
 
 import logging
@@ -24,7 +25,7 @@ from protocol.errors import (
 )
 from tee_side.engine.engine import Counts, Engine
 from tee_side.engine.generation import Totals
-from tee_side.engine.request import Delivery, NewToken, PromptRead, Request, SamplingSettings
+from tee_side.engine.request import NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence, fail_step
 from tee_side.protect.pads.source import Load, TellLoad
 
@@ -32,7 +33,6 @@ log = logging.getLogger("tee_side")
 
 R = TypeVar("R")
 State: TypeAlias = Literal["starting", "ready", "failed"]
-Deliver: TypeAlias = Callable[[Delivery], None]
 
 # Errors that a row of one sequence may be the cause of: the others are run again without it.
 _OF_ONE = (ActivationRangeError, MaskError, ReplyError)
@@ -112,6 +112,22 @@ class EngineStats(Totals, Counts):
     running: int
     waiting: int
     kv_usage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one step gave to one request, in the order of its samples' tokens.
+
+    `prompt`: once, with the first delivery. `ended`: the request is over, well or by `error`.
+    """
+
+    tokens: tuple[NewToken, ...] = ()
+    prompt: PromptRead | None = None
+    error: TsqpError | None = None
+    ended: bool = False
+
+
+Deliver: TypeAlias = Callable[[Delivery], None]
 
 
 @dataclass(eq=False)
