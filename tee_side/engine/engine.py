@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.errors import LimitError, PromptError, SessionLostError, TsqpError
-from tee_side.engine.request import Logprob, Request, Sampler, SamplingSettings
+from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.step import (
     Part,
     Refuse,
     Rows,
     Sampled,
+    Sampler,
     Sequence,
     compose,
     fail_step,

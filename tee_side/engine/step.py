@@ -1,4 +1,4 @@
-"""The sequences under way, and one step of them: which rows it computes, and how, to logits.
+"""The sequences under way, and one step of them: which rows it computes, to logits and tokens.
 
 Decode comes first: one row each, and a reader waits for every one of them. Prompts share what is
 left of the step's budget, each owner's alike. Whether rows get pads is settled for each sequence.
@@ -15,10 +15,11 @@ from collections import Counter, abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from tee_side.engine.request import FinishReason, NewToken, Request, Sampler
+from tee_side.engine.request import FinishReason, NewToken, Request, SamplingSettings
 from tee_side.engine.tokenizer import TextStream
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
@@ -29,10 +30,65 @@ from tee_side.words import Phase
 
 if TYPE_CHECKING:
     from tee_side.engine.drafts import Drafts
+    from tee_side.engine.grammar import GrammarMatcher
     from tee_side.engine.reading import PromptReader
+    from tee_side.engine.sampling import AskedSampling
 
 # A smaller micro-batch costs hardly less than a larger one, in the TEE and at a service.
 MIN_MICRO_BATCH_ROWS = 4
+
+
+class Sampler:
+    """Chooses the tokens of one sequence: the likeliest that its grammar allows.
+
+    A request that asks for anything else has its scores changed, and a token drawn, by
+    `tee_side.engine.sampling`. `prompt_tokens`: how many of the sequence's tokens are not counted
+    as generated. `sample`: its index among several of a request, which is added to the seed.
+    """
+
+    def __init__(
+        self,
+        settings: SamplingSettings,
+        prompt_tokens: int,
+        matcher: GrammarMatcher | None = None,
+        sample: int = 0,
+    ) -> None:
+        self._matcher = matcher
+        self._words_V = np.empty(0, dtype=np.uint32)
+        self._asked: AskedSampling | None = None
+        if settings.model_copy(update={"seed": None}) != SamplingSettings():
+            from tee_side.engine.sampling import AskedSampling
+
+            self._asked = AskedSampling(settings, prompt_tokens, sample)
+
+    def sample(self, logits_V: torch.Tensor, previous_ids: abc.Sequence[int]) -> int:
+        """Return the next token id.
+
+        `previous_ids`: prompt and what was generated so far; it begins with that of the last call.
+        Raises what the matcher raises.
+        """
+        scores_V = self._in_float32(logits_V)
+        if self._matcher is not None:
+            scores_V = self._matcher.hide(scores_V)
+        if self._asked is None:
+            # numpy's argmax takes a tenth of the time of torch's; the first of equals, as there.
+            token_id = int(scores_V.numpy().argmax())
+        else:
+            token_id = self._asked.choose(scores_V, previous_ids)
+        if self._matcher is not None:
+            self._matcher.advance(token_id)
+        return token_id
+
+    def _in_float32(self, logits_V: torch.Tensor) -> torch.Tensor:
+        if logits_V.dtype != torch.bfloat16:
+            return logits_V.to(torch.float32)
+        # In memory of its own, as half a megabyte of fresh pages costs more than the sampling; by
+        # numpy, whose one thread never waits for another that has no core.
+        if len(self._words_V) != len(logits_V):
+            self._words_V = np.empty(len(logits_V), dtype=np.uint32)
+        halves_V = logits_V.view(torch.int16).numpy().view(np.uint16)
+        np.left_shift(halves_V, 16, out=self._words_V, dtype=np.uint32)
+        return torch.from_numpy(self._words_V.view(np.float32))
 
 
 @dataclass(eq=False)

@@ -11,7 +11,8 @@ import torch
 from protocol.errors import PromptError
 from tee_side.engine import grammar, grammar_trial
 from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
-from tee_side.engine.request import Sampler, SamplingSettings
+from tee_side.engine.request import SamplingSettings
+from tee_side.engine.step import Sampler
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory

@@ -17,7 +17,9 @@ from transformers import (
 )
 
 from tee_side.engine.reading import MAX_TOP, logprobs_of
-from tee_side.engine.request import Sampler, SamplingSettings, penalize, warp
+from tee_side.engine.request import SamplingSettings
+from tee_side.engine.sampling import AskedSampling, penalize, warp
+from tee_side.engine.step import Sampler
 from tests.kit.rows import each_row
 
 LOGITS = st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=40).map(torch.tensor)
@@ -99,8 +101,8 @@ def test_a_seed_repeats_the_same_tokens_and_none_draws_its_own() -> None:
     assert _draw(unseeded) != _draw(unseeded)
     # Samples of one request have seeds that follow its own.
     for seed, sample, expected in ((7, 0, 7), (7, 2, 9), (2**63 - 1, 1, 0)):
-        sampler = Sampler(SamplingSettings(seed=seed), 0, sample=sample)
-        assert sampler._generator.initial_seed() == expected
+        asked = AskedSampling(SamplingSettings(seed=seed), 0, sample)
+        assert asked._generator.initial_seed() == expected
     # The global generator is left alone.
     assert torch.equal(torch.get_rng_state(), state)
 

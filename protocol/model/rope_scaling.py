@@ -1,0 +1,110 @@
+"""RoPE scalings, by which a model reads more tokens than it was first trained with.
+
+Their frequencies are equal to those of `transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS` of
+the same names. `dynamic` and `longrope` depend on how long the sequence is; the others ignore it.
+A run whose model has none does not import them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+
+from protocol.model.config import ModelConfig, RopeType
+
+# Frequencies, and what cos and sin are multiplied by: see `protocol.model.forward`.
+Scaled: TypeAlias = tuple[torch.Tensor, float]
+
+
+def _given(value: float | None) -> float:
+    """Narrow a parameter that `RopeParameters` has checked to be there for this rope_type."""
+    return 1.0 if value is None else value
+
+
+def _linear(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+    """Positions that are as many times denser."""
+    return 1.0 / config.rope.rope_theta**exponents_c / _given(config.rope.factor), 1.0
+
+
+def _dynamic_ntk(config: ModelConfig, sequence_length: int, exponents_c: torch.Tensor) -> Scaled:
+    """NTK-aware scaling: the base grows once the sequence exceeds the trained context."""
+    trained, dim = config.max_position_embeddings, config.head_dim
+    factor = _given(config.rope.factor)
+    length = max(sequence_length, trained)
+    growth = (factor * length / trained) - (factor - 1)
+    base = config.rope.rope_theta * growth ** (dim / (dim - 2))
+    return 1.0 / base**exponents_c, 1.0
+
+
+def _stretch(config: ModelConfig) -> tuple[float, int]:
+    """Return the context extension factor and the context length before it."""
+    original = config.rope.original_max_position_embeddings or config.max_position_embeddings
+    factor = config.rope.factor
+    return (config.max_position_embeddings / original if factor is None else factor), original
+
+
+def _yarn(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, ramp in between."""
+    rope, dim = config.rope, config.head_dim
+    factor, original = _stretch(config)
+
+    def magnitude(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    scaling = rope.attention_factor
+    if scaling is None and rope.mscale and rope.mscale_all_dim:
+        scaling = magnitude(factor, rope.mscale) / magnitude(factor, rope.mscale_all_dim)
+    elif scaling is None:
+        scaling = magnitude(factor)
+
+    def dimension_of(rotations: float) -> float:
+        wavelengths = original / (rotations * 2 * math.pi)
+        return dim * math.log(wavelengths) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_of(rope.beta_fast or 32), dimension_of(rope.beta_slow or 1)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # keeps the ramp finite
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    kept = 1 - ramp
+    wavelengths = rope.rope_theta**exponents_c
+    return (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept, scaling
+
+
+def _longrope(config: ModelConfig, sequence_length: int, exponents_c: torch.Tensor) -> Scaled:
+    """LongRoPE (arXiv 2402.13753): one factor per dimension, another set for long sequences."""
+    rope = config.rope
+    factor, original = _stretch(config)
+    scaling = rope.attention_factor
+    if scaling is None:
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = rope.long_factor if sequence_length > original else rope.short_factor
+    extension = torch.tensor(factors, dtype=torch.float32)
+    return 1.0 / (extension * rope.rope_theta**exponents_c), scaling
+
+
+def _llama3(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+    """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
+    rope = config.rope
+    inv_freq = 1.0 / rope.rope_theta**exponents_c
+    factor, low, high = map(_given, (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
+    original = rope.original_max_position_embeddings or 8192
+    wavelengths = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelengths > original / low, inv_freq / factor, inv_freq)
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * scaled / factor + blend * scaled
+    between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
+    return torch.where(between, blended, scaled), 1.0
+
+
+# Of a sequence of so many tokens, by the exponents of the base [head_dim / 2].
+SCALINGS: Mapping[RopeType, Callable[[ModelConfig, int, torch.Tensor], Scaled]] = {
+    "linear": _linear,
+    "dynamic": _dynamic_ntk,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}
