@@ -1,18 +1,30 @@
 """A model's chat template: it runs in Jinja's immutable sandbox, for a limited time.
 
-A run that reads no conversation does not import it.
+It is that of `chat_template.jinja`, or of `tokenizer_config.json`. A run that reads no conversation
+does not import this.
 """
+
+from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from protocol.errors import ModelError, PromptError
+from protocol.model.files import MAX_JSON_BYTES, find_file, read_file, read_json
+
+if TYPE_CHECKING:
+    from protocol.model.at_rest import Manifest
 
 T = TypeVar("T")
+
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # A template that takes a second renders ten thousand messages; the largest context has 4 MB.
 _TEMPLATE_SECONDS = 10.0
@@ -25,6 +37,66 @@ _ENDS = "a template that ends, with a prompt"
 
 class _EndlessTemplate(BaseException):
     """Derives from BaseException so that nothing on the way takes it for an error it may pass."""
+
+
+class ChatTemplate:
+    """The chat template of a model directory, if it has one, and what is named beside it.
+
+    Raises ModelError where a file is damaged, and ManifestError for one that is not the manifest's.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
+        self._directory = directory
+        # Of the file that has the template.
+        self._path = path = find_file(directory, CONFIG_FILE, manifest)
+        config: dict[str, Any] = {} if path is None else read_json(path, manifest)
+        self._class = config.get("tokenizer_class")
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            # Several named templates, of which "default" is the one for chat.
+            named = [entry for entry in reversed(template) if isinstance(entry, dict)]
+            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+        if own := find_file(directory, TEMPLATE_FILE, manifest):
+            self._path, content = own, read_file(own, MAX_JSON_BYTES, manifest)
+            with ModelError.instead_of(
+                UnicodeDecodeError, str(own), "bytes that are not UTF-8", "a template"
+            ):
+                template = content.decode("utf-8")
+        self._template = template
+        special = {name: config.get(name) for name in _SPECIAL_TOKENS}
+        texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
+        self._special = {name: text for name, text in texts.items() if text is not None}
+
+    def info(self) -> dict[str, str | None]:
+        """Return what the model's files name, as in `tokenizer_config.json`.
+
+        `tokenizer_class`, `chat_template` (None for none) and the special tokens.
+        """
+        named = {"tokenizer_class": self._class, "chat_template": self._template}
+        found = named | self._special
+        return {name: text if isinstance(text, str) else None for name, text in found.items()}
+
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as the model reads it, by default up to the assistant's next turn.
+
+        Raises ModelError if the model has no chat template, a damaged one, or one that does not end
+        in time, PromptError if it refuses the messages.
+        """
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return self._compiled(given | self._special)
+
+    @cached_property
+    def _compiled(self) -> Callable[[Mapping[str, Any]], str]:
+        """What renders: compiling takes longer than rendering."""
+        if self._path is None or not isinstance(self._template, str):
+            raise ModelError(
+                str(self._directory),
+                "no chat template",
+                f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
+            )
+        return compiled(self._template, self._path, f"{self._directory}: chat template")
 
 
 def compiled(text: str, path: Path, where: str) -> Callable[[Mapping[str, Any]], str]:

@@ -1,31 +1,27 @@
 """Text to token ids and back, with the `tokenizers` library alone; also token by token.
 
-Reads `tokenizer.json`, and for chat the template in `chat_template.jinja` or
-`tokenizer_config.json` (`tee_side.engine.chat_template`).
+Reads `tokenizer.json`. Conversations are read by `tee_side.engine.chat_template`, and bytes of
+tokens by `tee_side.engine.token_bytes`.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError
-from protocol.model.files import MAX_JSON_BYTES, find_file, limit_structure, read_file, read_json
+from protocol.model.files import find_file, limit_structure, read_file
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest
+    from tee_side.engine.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # Those of the supported architectures have up to 17 MB.
 MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
@@ -33,14 +29,6 @@ MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
 # knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
 _MAX_LISTS = 600_000
 _MAX_ITEMS = 2_000_000
-
-# How byte-level BPE writes bytes: those that print as themselves, the others from U+0100 on.
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
-_BYTE_OF |= {chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)}
-# How sentencepiece names the token of a byte.
-_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -91,100 +79,26 @@ class Tokenizer:
         with _library_errors(self._path, quoted=False):
             return str(self.raw.decode(list(token_ids), skip_special_tokens=True))
 
-    def info(self) -> dict[str, str | None]:
-        """Return what the model's files name, as in `tokenizer_config.json`.
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """What returns the bytes that a token stands for: a `TokenBytes`."""
+        from tee_side.engine.token_bytes import TokenBytes
 
-        `tokenizer_class`, `chat_template` (None for none) and the special tokens. Raises ModelError
-        where a file is damaged.
-        """
-        _, template, special, config = self._find_template()
-        named = config.get("tokenizer_class")
-        found = {"tokenizer_class": named, "chat_template": template, **special}
-        return {name: text if isinstance(text, str) else None for name, text in found.items()}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for, which may be part of a character.
-
-        They are those inside of a text: a tokenizer that begins a text with a space of its own
-        leaves that one out when it decodes. A special token stands for its name, an id that is no
-        token's (a padded row of the embedding) for nothing. Raises ModelError.
-        """
-        if (added := self._added.get(token_id)) is not None:
-            return added.encode()
-        token = self.raw.id_to_token(token_id)
-        if token is None:
-            return b""
-        if "ByteLevel" in self._decoders and all(c in _BYTE_OF for c in token):
-            return bytes(_BYTE_OF[c] for c in token)
-        if "ByteFallback" in self._decoders and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        if self._decoders & {"ByteFallback", "Metaspace"}:
-            return token.replace("▁", " ").encode()
-        return self.decode([token_id]).encode()
+        return TokenBytes(self.raw, self.decode)
 
     @cached_property
-    def _added(self) -> dict[int, str]:
-        return {i: token.content for i, token in self.raw.get_added_tokens_decoder().items()}
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template, and what stands beside it. Raises ModelError."""
+        from tee_side.engine.chat_template import ChatTemplate
 
-    @cached_property
-    def _decoders(self) -> frozenset[str]:
-        """Names of the library's decoders that this tokenizer has; its state is their JSON."""
-        decoder = self.raw.decoder
-        state = {} if decoder is None else json.loads(decoder.__getstate__())
-        return frozenset(part.get("type") for part in state.get("decoders", [state]))
+        return ChatTemplate(self._directory, self._manifest)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the token ids of `render_chat`; raises what it raises."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        """Return the token ids of a conversation; raises what `ChatTemplate.render` raises."""
+        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """Return a conversation as the model reads it, by default up to the assistant's next turn.
-
-        Raises ModelError if the model has no chat template, a damaged one, or one that does not end
-        in time, PromptError if it refuses the messages.
-        """
-        render, special = self._chat_template
-        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        return render(given | special)
-
-    @cached_property
-    def _chat_template(self) -> tuple[Callable[[Mapping[str, Any]], str], dict[str, Any]]:
-        """What renders, and the special tokens for it: compiling takes longer than rendering."""
-        path, template, special, _ = self._find_template()
-        if path is None or not isinstance(template, str):
-            raise ModelError(
-                str(self._directory),
-                "no chat template",
-                f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
-            )
-        from tee_side.engine.chat_template import compiled
-
-        return compiled(template, path, f"{self._directory}: chat template"), special
-
-    def _find_template(self) -> tuple[Path | None, object, dict[str, Any], dict[str, Any]]:
-        """Return the file of the chat template, it, special tokens, and the configuration."""
-        path = find_file(self._directory, CONFIG_FILE, self._manifest)
-        config: dict[str, Any] = {} if path is None else read_json(path, self._manifest)
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            # Several named templates, of which "default" is the one for chat.
-            named = [entry for entry in reversed(template) if isinstance(entry, dict)]
-            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        if own := find_file(self._directory, TEMPLATE_FILE, self._manifest):
-            path, content = own, read_file(own, MAX_JSON_BYTES, self._manifest)
-            with ModelError.instead_of(
-                UnicodeDecodeError, str(path), "bytes that are not UTF-8", "a template"
-            ):
-                template = content.decode("utf-8")
-        special = {name: config.get(name) for name in _SPECIAL_TOKENS}
-        texts = {n: v.get("content") if isinstance(v, dict) else v for n, v in special.items()}
-        special = {name: text for name, text in texts.items() if text is not None}
-        return path, template, special, config
 
 
 @contextmanager

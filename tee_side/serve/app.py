@@ -243,8 +243,8 @@ def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
 def tokenizer_info(request: Request) -> dict[str, Any]:
     """Return what a client needs to write prompts by itself."""
     model = serving_of(request).model
-    size = model.tokenizer.raw.get_vocab_size()
-    return {**model.tokenizer.info(), "vocab_size": size, "model_max_length": model.max_model_len}
+    info, size = model.tokenizer.chat_template.info(), model.tokenizer.raw.get_vocab_size()
+    return {**info, "vocab_size": size, "model_max_length": model.max_model_len}
 
 
 def _piece(model: OfferedModel, token_id: int) -> str | list[int]:

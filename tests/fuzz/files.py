@@ -42,13 +42,8 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from tee_side.engine.tokenizer import (
-    CONFIG_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    TextStream,
-    Tokenizer,
-)
+from tee_side.engine.chat_template import CONFIG_FILE, TEMPLATE_FILE
+from tee_side.engine.tokenizer import TOKENIZER_FILE, TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.pads import bank_files

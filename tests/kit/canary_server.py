@@ -34,8 +34,9 @@ from protocol.channel import NOT_PUT
 from protocol.encoding import decode_reply
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.stream import StreamChannel
+from tee_side.engine.chat_template import TEMPLATE_FILE
 from tee_side.engine.engine import Engine
-from tee_side.engine.tokenizer import TEMPLATE_FILE, Tokenizer
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.pads.store import PadStore
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote import call as remote_call

@@ -100,10 +100,10 @@ def test_a_conversation_is_rendered_as_transformers_does(directory: Path, tmp_pa
             for messages in (MESSAGES, MESSAGES[1:2]):
                 asked: dict[str, Any] = {"add_generation_prompt": add}
                 expected = reference.apply_chat_template(messages, tokenize=False, **asked)
-                assert tokenizer.render_chat(messages, **asked) == expected
+                assert tokenizer.chat_template.render(messages, **asked) == expected
                 ids = reference.apply_chat_template(messages, return_dict=False, **asked)
                 assert tokenizer.apply_chat_template(messages, **asked) == ids
-    assert tokenizer.render_chat(MESSAGES) == "be brief<|assistant|>"
+    assert tokenizer.chat_template.render(MESSAGES) == "be brief<|assistant|>"
 
 
 _DAMAGED = "chat_template.jinja: got Template"
