@@ -6,13 +6,10 @@ A `Request` may have several samples; each is a sequence of the engine.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, Field
-
-if TYPE_CHECKING:
-    from tee_side.engine.grammar import GrammarMatcher
 
 # How many seeds there are: torch takes a signed integer of 64 bits.
 SEEDS = 2**63
@@ -40,6 +37,19 @@ class SamplingSettings(BaseModel, frozen=True, extra="forbid", hide_input_in_err
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
 
 
+class Grammar(Protocol):
+    """Where a text is in what it must follow: see `tee_side.serve.grammar.GrammarMatcher`."""
+
+    def copy(self) -> Grammar:
+        """Return another one at the same place."""
+
+    def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for every token that is not allowed next."""
+
+    def advance(self, token_id: int) -> None:
+        """Take a token that `hide` allowed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A prompt and what is wanted of it.
@@ -61,7 +71,7 @@ class Request:
     stop_ids: frozenset[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: GrammarMatcher | None = None
+    grammar: Grammar | None = None
     pooling: Pooling | None = None
     owner: str = ""
     salt: str = ""

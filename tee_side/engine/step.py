@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
-from tee_side.engine.request import FinishReason, NewToken, Request, SamplingSettings
+from tee_side.engine.request import FinishReason, Grammar, NewToken, Request, SamplingSettings
 from tee_side.engine.tokenizer import TextStream
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.operators import MicroBatchOperators, Operators, forward, logits
@@ -30,7 +30,6 @@ from tee_side.words import Phase
 
 if TYPE_CHECKING:
     from tee_side.engine.drafts import Drafts
-    from tee_side.engine.grammar import GrammarMatcher
     from tee_side.engine.reading import PromptReader
     from tee_side.engine.sampling import AskedSampling
 
@@ -50,7 +49,7 @@ class Sampler:
         self,
         settings: SamplingSettings,
         prompt_tokens: int,
-        matcher: GrammarMatcher | None = None,
+        matcher: Grammar | None = None,
         sample: int = 0,
     ) -> None:
         self._matcher = matcher

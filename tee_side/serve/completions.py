@@ -13,7 +13,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import ModelError, TsqpError
-from tee_side.engine.grammar import GrammarKind, GrammarMatcher
 from tee_side.engine.request import Request, SamplingSettings
 from tee_side.serve.answers import (
     AnswerForm,
@@ -25,6 +24,7 @@ from tee_side.serve.answers import (
     WholeAnswer,
 )
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
+from tee_side.serve.grammar import GrammarKind, GrammarMatcher
 from tee_side.serve.schema import (
     GRAMMARS,
     SAMPLING,

@@ -24,9 +24,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import EngineError, LimitError, PromptError, TsqpError, expectation
-from tee_side.engine.grammar import GrammarKind
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
+from tee_side.serve.grammar import GrammarKind
 
 T = TypeVar("T")
 # The first fault ends the reading: pydantic would take some kilobytes for each.

@@ -17,13 +17,13 @@ from starlette.requests import Request as HttpRequest
 
 from protocol.errors import EndpointError, PromptError
 from protocol.model.config import read_config
-from tee_side.engine.grammar import GrammarKind
 from tee_side.engine.request import Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import create_app
 from tee_side.serve.background import Delivery, EngineStats, State
 from tee_side.serve.exchange import Serving
+from tee_side.serve.grammar import GrammarKind
 from tee_side.serve.identity import Sealing
 from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (

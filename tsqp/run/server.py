@@ -31,7 +31,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from protocol import native
 from protocol.errors import EndpointError, ResumedError, SettingsError
 from protocol.model.files import read_bytes
-from tee_side.engine.grammar import GrammarCompiler
 from tee_side.protect.calibration import calibration_path
 from tee_side.protect.resumption import ResumeWatch, watch
 from tee_side.runner import Runner
@@ -40,6 +39,7 @@ from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.background import BackgroundEngine, State
 from tee_side.serve.exchange import Serving, anyone
+from tee_side.serve.grammar import GrammarCompiler
 from tee_side.serve.identity import Attestation, Identity, Sealing
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.schema import ApiError, loading

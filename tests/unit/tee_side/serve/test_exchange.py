@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from protocol.errors import LimitError, PromptError
-from tee_side.engine.grammar import GrammarKind
 from tee_side.engine.request import NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
 from tee_side.serve.background import Delivery, QueueFullError
+from tee_side.serve.grammar import GrammarKind
 from tee_side.serve.keys import RateLimitError
 from tests.kit.rows import each_row
 from tests.kit.serve import (

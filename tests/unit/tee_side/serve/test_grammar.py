@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from protocol.errors import PromptError
-from tee_side.engine import grammar, grammar_trial
-from tee_side.engine.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sampler
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve import grammar, grammar_trial
+from tee_side.serve.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from protocol.errors import ModelError, PromptError
-from tee_side.engine import grammar_trial
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve import grammar_trial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
