@@ -1,12 +1,11 @@
 """Text to token ids and back, with the `tokenizers` library alone; also token by token.
 
-Reads `tokenizer.json`. Conversations are read by `tee_side.engine.chat_template`, and bytes of
-tokens by `tee_side.engine.token_bytes`.
+Reads `tokenizer.json`. Conversations are read by `tee_side.engine.chat_template`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -78,13 +77,6 @@ class Tokenizer:
         """
         with _library_errors(self._path, quoted=False):
             return str(self.raw.decode(list(token_ids), skip_special_tokens=True))
-
-    @cached_property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """What returns the bytes that a token stands for: a `TokenBytes`."""
-        from tee_side.engine.token_bytes import TokenBytes
-
-        return TokenBytes(self.raw, self.decode)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

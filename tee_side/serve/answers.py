@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +26,56 @@ from tee_side.serve.background import Delivery
 TokenNames: TypeAlias = Callable[[int], tuple[str, str]]
 
 
-def token_name(tokenizer: Tokenizer, token_id: int) -> tuple[str, str]:
+# How byte-level BPE writes bytes: those that print as themselves, the others from U+0100 on.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+_BYTE_OF |= {chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)}
+# How sentencepiece names the token of a byte.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """Returns the bytes that a token of a model stands for, which may be part of a character.
+
+    They are those inside of a text: a tokenizer that begins a text with a space of its own leaves
+    that one out when it decodes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, raw = tokenizer, tokenizer.raw
+        self._added = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
+        # Names of the library's decoders that this tokenizer has; its state is their JSON.
+        state = {} if raw.decoder is None else json.loads(raw.decoder.__getstate__())
+        self._decoders = {part.get("type") for part in state.get("decoders", [state])}
+
+    def __call__(self, token_id: int) -> bytes:
+        """Return the bytes of a token.
+
+        A special token stands for its name, an id that is no token's (a padded row of the
+        embedding) for nothing. Raises ModelError.
+        """
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        token = self._tokenizer.raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if "ByteLevel" in self._decoders and all(c in _BYTE_OF for c in token):
+            return bytes(_BYTE_OF[c] for c in token)
+        if "ByteFallback" in self._decoders and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._decoders & {"ByteFallback", "Metaspace"}:
+            return token.replace("▁", " ").encode()
+        return self._tokenizer.decode([token_id]).encode()
+
+
+def token_name(token_bytes: TokenBytes, token_id: int) -> tuple[str, str]:
     r"""Return a token's name, and its bytes as a list, or null for an id without a token, as JSON.
 
     No two tokens of different bytes have the same name. A part of a character is
     `bytes:\xe2\x80`, as OpenAI's completions write it.
     """
-    content = tokenizer.token_bytes(token_id)
+    content = token_bytes(token_id)
     try:
         name = content.decode("utf-8") or f"token_id:{token_id}"
     except UnicodeDecodeError:
@@ -80,9 +124,14 @@ class OfferedModel:
     pooling: Pooling = "last"
 
     @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of its tokens."""
+        return TokenBytes(self.tokenizer)
+
+    @cached_property
     def names(self) -> TokenNames:
         """Names of its tokens."""
-        return cache(partial(token_name, self.tokenizer))
+        return cache(partial(token_name, self.token_bytes))
 
 
 # Log-probabilities of one token, as pieces of JSON.

@@ -249,7 +249,7 @@ def tokenizer_info(request: Request) -> dict[str, Any]:
 
 def _piece(model: OfferedModel, token_id: int) -> str | list[int]:
     """Return a token's text, or its bytes where it is none, as llama.cpp does."""
-    content = model.tokenizer.token_bytes(token_id)
+    content = model.token_bytes(token_id)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:

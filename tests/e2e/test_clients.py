@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve.answers import token_name
+from tee_side.serve.answers import TokenBytes, token_name
 from tests.kit.http_proxy import certificate
 from tests.kit.service import TEE_ONLY, Server, call, running_server, running_service, until
 from tsqp.run.settings import model_directory
@@ -44,7 +44,7 @@ def test_a_shielded_server_says_what_generate_says_whole_and_streamed(tmp_path: 
             whole = client.chat.completions.create(messages=CHAT, **OPTIONS)
             streamed = {"stream": True, "stream_options": {"include_usage": True}, **OPTIONS}
             chunks = list(client.chat.completions.create(messages=CHAT, **streamed))
-    demo = Tokenizer(model_directory("demo"))
+    demo = TokenBytes(Tokenizer(model_directory("demo")))
     said = [json.loads(token_name(demo, at)[0]) for at in wanted["token_ids"]]
     assert answer.logprobs is not None
     assert answer.logprobs.tokens == said

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy
+from tee_side.serve.answers import TokenBytes
 from tee_side.words import OPERATORS
 from tsqp.demo.programs import DTYPE, Lie, TapFeed, Tokens
 from tsqp.page.seen import ByteSummary, Seen, VocabularyReading, summarise
@@ -105,8 +106,8 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Verdict:
 
 def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Verdict:
     """Of a chat over HTTP, bytes are what each token is known by: the same ones."""
-    tokenizer = Tokenizer(model_directory("demo"))
-    wanted = [tokenizer.token_bytes(token_id) for token_id in clear.ids]
+    token_bytes = TokenBytes(Tokenizer(model_directory("demo")))
+    wanted = [token_bytes(token_id) for token_id in clear.ids]
     same = list(served) == wanted
     word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
     return Verdict(

@@ -3,6 +3,7 @@
 import torch
 
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.answers import TokenBytes
 from tests.kit.rows import each_row
 from tsqp.demo import verdict
 from tsqp.demo.programs import Lie, Tokens
@@ -33,7 +34,7 @@ def test_a_lie_counts_as_refused_only_if_nothing_came_of_it(
 
 
 def test_other_tokens_fail_and_other_logits_of_integers() -> None:
-    token_bytes = Tokenizer(model_directory("demo")).token_bytes
+    token_bytes = TokenBytes(Tokenizer(model_directory("demo")))
     clear = Tokens("clear", [5, 6, 7], torch.ones(3, 4))
     for last, by, passed in ((7, 1, [1, 1, 1]), (7, 1.001, [1, 0, 1]), (9, 1, [0, 0, 0])):
         ours = Tokens("p", [5, 6, last], clear.logits * by)

@@ -25,6 +25,7 @@ from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
+from tee_side.serve.answers import TokenBytes
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory
@@ -81,7 +82,7 @@ def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     found = known[kind]
     ids = found.encode(text, add_special_tokens=False)
     assert found.decode([*found.raw.get_added_tokens_decoder(), *ids]) == text
-    joined = b"".join(found.token_bytes(token_id) for token_id in ids).decode()
+    joined = b"".join(map(TokenBytes(found), ids)).decode()
     assert joined == (f" {text}" if kind == "sentencepiece" and text else text)
     stream, whole = TextStream(found), found.decode(ids)
     streamed = "".join(stream.feed(token_id) for token_id in ids)

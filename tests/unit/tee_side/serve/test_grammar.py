@@ -13,6 +13,7 @@ from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sampler
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import grammar, grammar_trial
+from tee_side.serve.answers import TokenBytes
 from tee_side.serve.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory
@@ -60,7 +61,7 @@ def test_any_sample_under_a_json_schema_is_json_that_obeys_it(
             assert len(ids) < 1000
             ids.append(sampler.sample(4 * torch.randn(VOCABULARY, generator=generator), ids))
         assert all(token_id < tokenizer.raw.get_vocab_size() for token_id in ids)
-        found = json.loads(b"".join(map(tokenizer.token_bytes, ids[:-1])))
+        found = json.loads(b"".join(map(TokenBytes(tokenizer), ids[:-1])))
         assert set(found) == set(SCHEMA["properties"])
         assert isinstance(found["name"], str)
         assert len(found["name"]) <= 5
