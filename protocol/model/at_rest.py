@@ -257,9 +257,8 @@ class ChunkCipher:
         self.size = size
         self.chunks = -(-size // CHUNK_BYTES)
         self._header = hashlib.sha256(header).digest()
-        salt = header[len(SEALED_MAGIC) :]
-        derived = HKDF(SHA256(), KEY_BYTES, salt, b"tsqp sealed file 1").derive(content_key)
-        self._cipher = AESGCM(derived)
+        derived = HKDF(SHA256(), KEY_BYTES, header[len(SEALED_MAGIC) :], b"tsqp sealed file 1")
+        self._cipher = AESGCM(derived.derive(content_key))
 
     def seal(self, chunk: int, plain: bytes | bytearray | memoryview) -> bytes:
         """Encrypt a chunk, once: its nonce is its index."""

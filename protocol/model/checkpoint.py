@@ -360,8 +360,7 @@ class Checkpoint:
             )
         expected = "the name of a file in the same directory"
         for name, file in weight_map.items():
-            plain = _is_plain(file)
-            ModelError.unless(plain, f"{index}: {shown(name)}", describe(file), expected)
+            ModelError.unless(_is_plain(file), f"{index}: {shown(name)}", describe(file), expected)
         for file in sorted(set(weight_map.values())):
             if is_there(self.directory / file):
                 self._add_file(self.directory / file)

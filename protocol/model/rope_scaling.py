@@ -31,8 +31,7 @@ def _dynamic_ntk(config: ModelConfig, sequence_length: int, exponents_c: torch.T
     """NTK-aware scaling: the base grows once the sequence exceeds the trained context."""
     trained, dim = config.max_position_embeddings, config.head_dim
     factor = _given(config.rope.factor)
-    length = max(sequence_length, trained)
-    growth = (factor * length / trained) - (factor - 1)
+    growth = (factor * max(sequence_length, trained) / trained) - (factor - 1)
     base = config.rope.rope_theta * growth ** (dim / (dim - 2))
     return 1.0 / base**exponents_c, 1.0
 

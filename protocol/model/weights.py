@@ -141,12 +141,10 @@ class QuantizedLinear:
 
         The sum of squares is exact; the one rounding is that of the float64 square root.
         """
-        largest = 0
-        for block in self.weight.split(max(1, _BLOCK_ELEMENTS // self.weight.shape[1])):
-            # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
-            squares = block.to(torch.float64).square_().sum(dim=1)
-            largest = max(largest, int(squares.max()))
-        return math.sqrt(largest)
+        blocks = self.weight.split(max(1, _BLOCK_ELEMENTS // self.weight.shape[1]))
+        # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
+        squares = (block.to(torch.float64).square_().sum(dim=1) for block in blocks)
+        return math.sqrt(max(int(found.max()) for found in squares))
 
 
 def quantize_rows(weight: torch.Tensor, where: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:

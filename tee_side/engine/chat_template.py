@@ -72,8 +72,7 @@ class ChatTemplate:
 
         `tokenizer_class`, `chat_template` (None for none) and the special tokens.
         """
-        named = {"tokenizer_class": self._class, "chat_template": self._template}
-        found = named | self._special
+        found = {"tokenizer_class": self._class, "chat_template": self._template, **self._special}
         return {name: text if isinstance(text, str) else None for name, text in found.items()}
 
     def render(
@@ -90,56 +89,47 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> Callable[[Mapping[str, Any]], str]:
         """What renders: compiling takes longer than rendering."""
-        if self._path is None or not isinstance(self._template, str):
+        template, where = self._template, f"{self._directory}: chat template"
+        if not isinstance(template, str):
             raise ModelError(
                 str(self._directory),
                 "no chat template",
                 f"one in {TEMPLATE_FILE} or {CONFIG_FILE} (or use generate)",
             )
-        return compiled(self._template, self._path, f"{self._directory}: chat template")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+        def raise_exception(message: str) -> None:
+            raise TemplateError(message)
 
-def compiled(text: str, path: Path, where: str) -> Callable[[Mapping[str, Any]], str]:
-    """Compile a template, which takes longer than rendering; return what renders it.
-
-    `path`: of the file that has it; `where`: how errors call what it does. Raises ModelError for
-    one that is damaged, or does not end in time. What renders it raises ModelError where it does
-    not end in time, PromptError if it refuses the messages.
-    """
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.intercepted_binops = frozenset({"*", "**"})
-    environment.binop_table |= {"*": _times, "**": _power}
-    try:
-        template = _in_time(lambda: environment.from_string(text))
-    except _EndlessTemplate as error:
-        raise ModelError(where, str(error), _ENDS) from None
-    except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
-        got = f"{type(error).__name__}: {error}"[:160]
-        raise ModelError(str(path), got, "a chat template without mistakes") from None
-
-    def render(values: Mapping[str, Any]) -> str:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = raise_exception
+        environment.intercepted_binops = frozenset({"*", "**"})
+        environment.binop_table |= {"*": _times, "**": _power}
         try:
-            return _in_time(lambda: _joined(template.generate(values)))
+            compiled = _in_time(lambda: environment.from_string(template))
         except _EndlessTemplate as error:
             raise ModelError(where, str(error), _ENDS) from None
-        except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
-            # Its message may hold the prompt.
-            raise PromptError(
-                where,
-                f"{type(error).__name__} (a template's own words are not shown)",
-                "a conversation that the template accepts",
-            ) from None
+        except Exception as error:  # noqa: BLE001 - Python's own errors, too: it compiles to Python
+            got = f"{type(error).__name__}: {error}"[:160]
+            raise ModelError(str(self._path), got, "a chat template without mistakes") from None
 
-    return render
+        def render(values: Mapping[str, Any]) -> str:
+            try:
+                return _in_time(lambda: _joined(compiled.generate(values)))
+            except _EndlessTemplate as error:
+                raise ModelError(where, str(error), _ENDS) from None
+            except Exception as error:  # noqa: BLE001 - anything; `from error` would quote the prompt
+                # Its message may hold the prompt.
+                raise PromptError(
+                    where,
+                    f"{type(error).__name__} (a template's own words are not shown)",
+                    "a conversation that the template accepts",
+                ) from None
+
+        return render
 
 
 def _joined(found: Iterable[str]) -> str:

@@ -3,10 +3,8 @@
 A `Request` may have several samples; each is a sequence of the engine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, Protocol, Self
 
 import torch
 from pydantic import BaseModel, Field
@@ -40,7 +38,7 @@ class SamplingSettings(BaseModel, frozen=True, extra="forbid", hide_input_in_err
 class Grammar(Protocol):
     """Where a text is in what it must follow: see `tee_side.serve.grammar.GrammarMatcher`."""
 
-    def copy(self) -> Grammar:
+    def copy(self) -> Self:
         """Return another one at the same place."""
 
     def hide(self, scores_V: torch.Tensor) -> torch.Tensor:

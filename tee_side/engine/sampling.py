@@ -24,14 +24,16 @@ class AskedSampling:
     """
 
     def __init__(self, settings: SamplingSettings, prompt_tokens: int, sample: int) -> None:
-        self._settings = settings
+        self._settings, self._prompt_tokens = settings, prompt_tokens
         self._bias = (
             torch.tensor(list(settings.logit_bias), dtype=torch.int64),
             torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32),
         )
         factor, frequency = settings.repetition_penalty, settings.frequency_penalty
-        penalized = (factor, frequency, settings.presence_penalty) != (1.0, 0.0, 0.0)
-        self._seen = _Seen(prompt_tokens) if penalized else None
+        self._penalized = (factor, frequency, settings.presence_penalty) != (1.0, 0.0, 0.0)
+        # Which tokens the sequence has, of how many that were read.
+        self._read = 0
+        self._any_V, self._generated_V = torch.empty(0, dtype=torch.bool), torch.empty(0)
         self._generator = torch.Generator()
         seed = secrets.randbits(63) if settings.seed is None else (settings.seed + sample) % SEEDS
         self._generator.manual_seed(seed)
@@ -40,11 +42,22 @@ class AskedSampling:
         """Return the next token id, of float32 scores; `previous_ids`: see `Sampler.sample`."""
         if self._settings.logit_bias:
             scores_V = scores_V.index_add(0, *self._bias)
-        if self._seen is not None:
-            self._seen.read(previous_ids, len(scores_V))
-            scores_V = penalize(scores_V, self._seen.any_V, self._seen.generated_V, self._settings)
+        if self._penalized:
+            self._count(previous_ids, len(scores_V))
+            scores_V = penalize(scores_V, self._any_V, self._generated_V, self._settings)
         greedy = self._settings.temperature == 0
         return int(scores_V.numpy().argmax()) if greedy else self._draw(scores_V)
+
+    def _count(self, ids: Sequence[int], vocab_size: int) -> None:
+        """Count the tokens that are new: read once each, a long text costs no more a token."""
+        if not self._read:
+            self._any_V = torch.zeros(vocab_size, dtype=torch.bool)
+            self._generated_V = torch.zeros(vocab_size)
+        new = torch.tensor(ids[self._read :], dtype=torch.int64)
+        generated = new[max(self._prompt_tokens - self._read, 0) :]
+        self._any_V[new] = True
+        self._generated_V.index_add_(0, generated, torch.ones(len(generated)))
+        self._read = len(ids)
 
     def _draw(self, scores_V: torch.Tensor) -> int:
         """Invert the cumulative distribution at one uniform number, in float64.
@@ -55,27 +68,6 @@ class AskedSampling:
         sums_V = warp(scores_V, self._settings).softmax(-1).cumsum(-1, dtype=torch.float64)
         uniform = torch.rand((), dtype=torch.float64, generator=self._generator)
         return int(torch.searchsorted(sums_V, uniform * sums_V[-1], right=True))
-
-
-class _Seen:
-    """Which tokens a sequence has: read once each, so that a long text costs no more a token."""
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._read = 0
-        self.any_V = torch.empty(0, dtype=torch.bool)
-        self.generated_V = torch.empty(0)
-
-    def read(self, ids: Sequence[int], vocab_size: int) -> None:
-        """Count those that are new."""
-        if not self._read:
-            self.any_V = torch.zeros(vocab_size, dtype=torch.bool)
-            self.generated_V = torch.zeros(vocab_size)
-        new = torch.tensor(ids[self._read :], dtype=torch.int64)
-        generated = new[max(self._prompt_tokens - self._read, 0) :]
-        self.any_V[new] = True
-        self.generated_V.index_add_(0, generated, torch.ones(len(generated)))
-        self._read = len(ids)
 
 
 def penalize(

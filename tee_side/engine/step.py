@@ -66,7 +66,16 @@ class Sampler:
         `previous_ids`: prompt and what was generated so far; it begins with that of the last call.
         Raises what the matcher raises.
         """
-        scores_V = self._in_float32(logits_V)
+        if logits_V.dtype == torch.bfloat16:
+            # In memory of its own, as half a megabyte of fresh pages costs more than the sampling;
+            # by numpy, whose one thread never waits for another that has no core.
+            if len(self._words_V) != len(logits_V):
+                self._words_V = np.empty(len(logits_V), dtype=np.uint32)
+            halves_V = logits_V.view(torch.int16).numpy().view(np.uint16)
+            np.left_shift(halves_V, 16, out=self._words_V, dtype=np.uint32)
+            scores_V = torch.from_numpy(self._words_V.view(np.float32))
+        else:
+            scores_V = logits_V.to(torch.float32)
         if self._matcher is not None:
             scores_V = self._matcher.hide(scores_V)
         if self._asked is None:
@@ -77,17 +86,6 @@ class Sampler:
         if self._matcher is not None:
             self._matcher.advance(token_id)
         return token_id
-
-    def _in_float32(self, logits_V: torch.Tensor) -> torch.Tensor:
-        if logits_V.dtype != torch.bfloat16:
-            return logits_V.to(torch.float32)
-        # In memory of its own, as half a megabyte of fresh pages costs more than the sampling; by
-        # numpy, whose one thread never waits for another that has no core.
-        if len(self._words_V) != len(logits_V):
-            self._words_V = np.empty(len(logits_V), dtype=np.uint32)
-        halves_V = logits_V.view(torch.int16).numpy().view(np.uint16)
-        np.left_shift(halves_V, 16, out=self._words_V, dtype=np.uint32)
-        return torch.from_numpy(self._words_V.view(np.float32))
 
 
 @dataclass(eq=False)
