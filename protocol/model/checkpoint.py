@@ -108,9 +108,8 @@ def parse_header(start: bytes, size: int, where: str) -> Header:
         "a pickle, which can run code when it is loaded" if pickled else str(length),
         f"a safetensors file, whose header has at most {MAX_HEADER_BYTES} bytes",
     )
-    whole = len(start) >= begin
     got = f"{size} bytes that do not parse (header length {length})"
-    ModelError.unless(whole, where, got, "a complete safetensors file")
+    ModelError.unless(len(start) >= begin, where, got, "a complete safetensors file")
     raw = parse_object(start[8:begin], f"{where}: header")
     metadata = raw.pop(_METADATA, {})
     texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
@@ -233,9 +232,8 @@ class Checkpoint:
             ModelError.unless(
                 path is None, f"{path}: {name}", "no such file", f"one, as {INDEX_FILE} says"
             )
-            found = name in self._found
             ModelError.unless(
-                found, f"{self._contents}: {name}", "no such tensor", f"{list(shape)}"
+                name in self._found, f"{self._contents}: {name}", "no such tensor", f"{list(shape)}"
             )
             entry = self.entry(name)
             where = self._where(name)

@@ -279,8 +279,7 @@ class Batch:
             start = len(token_ids)
             token_ids.extend(ids)
             known, end = len(ids) - drafts, len(token_ids)
-            rows = slice(start, start + known)
-            chunks.append(Chunk(cache, rows, cache.length + known + left))
+            chunks.append(Chunk(cache, slice(start, start + known), cache.length + known + left))
             for behind in range(known, len(ids)):
                 row = start + behind
                 chunks.append(Chunk(cache, slice(row, row + 1), cache.length + behind + 1, behind))

@@ -29,8 +29,10 @@ TokenNames: TypeAlias = Callable[[int], tuple[str, str]]
 # How byte-level BPE writes bytes: those that print as themselves, the others from U+0100 on.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED}
-_BYTE_OF |= {chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)}
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTED},
+    **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
+}
 # How sentencepiece names the token of a byte.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 

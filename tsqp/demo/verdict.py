@@ -106,8 +106,7 @@ def compare_integers(ours: Tokens, clear: Tokens, reference: Tokens) -> Verdict:
 
 def compare_served(policy: str, served: Sequence[bytes], clear: Tokens) -> Verdict:
     """Of a chat over HTTP, bytes are what each token is known by: the same ones."""
-    token_bytes = TokenBytes(Tokenizer(model_directory("demo")))
-    wanted = [token_bytes(token_id) for token_id in clear.ids]
+    wanted = [*map(TokenBytes(Tokenizer(model_directory("demo"))), clear.ids)]
     same = list(served) == wanted
     word = "identical" if same else f"NOT identical from token {agreeing(served, wanted)} on"
     return Verdict(
