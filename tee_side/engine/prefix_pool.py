@@ -61,11 +61,12 @@ class PrefixPool:
         """
         for entry in [entry for entry in self._entries if entry.cache.stale]:
             self._drop(entry)
-        best, at = 0, -1
-        for index, entry in enumerate(self._entries):
-            if entry.whose == whose:
-                shared = min(entry.shared(prompt_ids), len(prompt_ids) - 1)
-                best, at = max((best, at), (shared, index))
+        found = [
+            (min(entry.shared(prompt_ids), len(prompt_ids) - 1), at)
+            for at, entry in enumerate(self._entries)
+            if entry.whose == whose
+        ]
+        best, at = max(found, default=(0, -1))
         if best < MIN_TOKENS:
             return 0
         self._entries.append(self._entries.pop(at))

@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tee_side.attest.statement import Receipt, verify_receipt
 from tee_side.engine.request import Logprob
-from tee_side.serve.answers import TokenBytes, token_name
 from tee_side.serve.exchange import Serving
 from tee_side.serve.identity import ReceiptChain
 from tests.kit.rows import each_row
@@ -178,10 +177,9 @@ def test_two_tokens_that_are_no_text_are_two_keys_and_what_cannot_be_a_number() 
 
 
 def test_a_token_is_named_by_its_text_or_else_its_bytes_or_else_its_number() -> None:
-    names = TokenBytes(tokenizer())
-    assert token_name(names, _ids("a")[0]) == ('"a"', "[97]")
-    assert token_name(names, _ids("é")[0]) == (r'"bytes:\\xc3"', "[195]")
-    assert token_name(names, 9999) == ('"token_id:9999"', "null")
+    assert model().names(_ids("a")[0]) == ('"a"', "[97]")
+    assert model().names(_ids("é")[0]) == (r'"bytes:\\xc3"', "[195]")
+    assert model().names(9999) == ('"token_id:9999"', "null")
 
 
 def test_each_input_has_a_vector_of_length_one() -> None:
