@@ -39,16 +39,7 @@ from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    KeyedSegment,
-    KeyedTransform,
-    Mask,
-    Pad,
-    ProvisionedMask,
-    SegmentMask,
-    TransformKey,
-)
+from tee_side.protect.masks.mask import AdditiveMask, Mask, Pad
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
@@ -83,6 +74,12 @@ from tee_side.words import Operator, Phase, Site, Verify, is_projection, registe
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
+    from tee_side.protect.masks.research import (
+        KeyedSegment,
+        KeyedTransform,
+        ProvisionedMask,
+        TransformKey,
+    )
     from tee_side.protect.pads.bank_files import BankPlace
 
 # Banks, segments, keyed masks and what packages register are imported where a policy or an option
@@ -159,7 +156,7 @@ class Assembly:
         if (feature := policy.feature_mask) is not None:
             self.key = _load_key(settings.key, feature, self._parts)
             gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
-            if isinstance(feature, SegmentMask):
+            if feature.kind == "segment":
                 self._keyed = self.key.segment(feature, config)
             else:
                 self._transforms = self.key.transforms(feature, config, gains)

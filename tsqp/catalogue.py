@@ -10,7 +10,8 @@ from protocol.errors import InputError, MaskError
 from tee_side.plugins import installed
 from tee_side.policy.leakage_summary import SEEN
 from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
-from tee_side.protect.masks.mask import BUILTIN, Mask, ProvisionedMask, all_masks, find_mask
+from tee_side.protect.masks.mask import BUILTIN, Mask, all_masks, find_mask
+from tee_side.protect.masks.research import ProvisionedMask
 from tee_side.words import Operator, Phase, Verify
 
 Origin = Literal["built in", "research", "package", "file"]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tee_side.protect.masks.mask import Mask, ProvisionedMask, SegmentMask, all_masks, find_mask
+from tee_side.protect.masks.mask import Mask, all_masks, find_mask
+from tee_side.protect.masks.research import ProvisionedMask, SegmentMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator

@@ -14,13 +14,12 @@ from pydantic import Field
 from protocol.errors import MaskError
 from protocol.model.checkpoint import FINAL_NORM
 from protocol.model.config import ModelConfig
-from tee_side.protect.masks.mask import (
+from tee_side.protect.masks.mask import Mask, Masked
+from tee_side.protect.masks.research import (
     FeatureMask,
     FeatureSite,
     KeyedSegment,
     KeyedTransform,
-    Mask,
-    Masked,
     SegmentMask,
 )
 from tee_side.protect.randomness import Randomness

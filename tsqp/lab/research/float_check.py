@@ -34,7 +34,8 @@ from protocol.messages import (
 from protocol.model.checkpoint import lm_head_name, module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
-from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import tensors_of
 from tee_side.protect.verification import Blocks, Checks, Claim, InTime, Weights, rows_of_part

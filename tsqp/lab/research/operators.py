@@ -22,7 +22,8 @@ from tee_side.model.local_ops import causal_mask
 from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
+from tee_side.protect.masks.mask import Mask, Masked, as_it_is
+from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out

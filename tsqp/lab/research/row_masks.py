@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from tee_side.protect.masks.mask import AdditiveMask, Factors, Masked, MaskedProduct, RowMask
+from tee_side.protect.masks.mask import AdditiveMask, Factors, Masked
+from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.draws import (
     integers,

@@ -17,7 +17,8 @@ from hypothesis import given
 from protocol.errors import MaskError, PolicyError
 from tee_side.protect import randomness
 from tee_side.protect.masking import MaskRules, linear_masking
-from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Pad, Seed, Shares
+from tee_side.protect.masks.mask import Factors, Mask, Masked, Pad, Seed, Shares
+from tee_side.protect.masks.research import FeatureSite
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tee_side.protect.sites import site_number
 from tests.kit.rows import each_row
