@@ -30,7 +30,8 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Shares
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
+from tee_side.protect.recomputation import Claim, rows_of_part
+from tee_side.protect.verification import ExactCheck, LinearCheck, Weights
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
 from tee_side.remote.fault_attribution import find_liars, refuse
