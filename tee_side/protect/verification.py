@@ -12,19 +12,18 @@ one vector with probability 2^-32 at most, and both with 2^-64 (docs/verificatio
 
 A service learns one bit from a check, accepted or refused, and refused ends its part in the run.
 
-`Secrets` are drawn once a run, for all linear operators that the policy verifies. A `ResultCheck`
-is what the results of one operator under one mask are checked with. Products of integers are
-checked here; an installed package registers what checks products of floats.
+`SiteSecrets` are drawn once a run, for each linear operator that the policy verifies. A
+`ResultCheck` is what the results of one operator under one mask are checked with. Products of
+integers are checked here; an installed package registers what checks products of floats.
 
 Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -155,41 +154,24 @@ class Weights:
     integers: IntegerSites | None = None
 
 
-V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checks(ABC, Generic[V]):
-    """What the linear operators that a policy verifies are checked with; drawn once a run."""
-
-    weights: Weights
-    vectors: Mapping[Site, V] = field(repr=False)
+class SiteSecrets(Protocol):
+    """What one linear operator that a policy verifies is checked with; drawn once a run."""
 
     @classmethod
-    def draw(cls, sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Self:
-        """Draw the secret vectors of all sites, once a run. Raises as `vectors_of`."""
-        return cls(weights, {site: cls.vectors_of(site, weights, randomness) for site in sites})
-
-    @staticmethod
-    @abstractmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> V:
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> Self:
         """Read the weight of a site, and draw its secret vectors. Raises ModelError."""
 
-    @abstractmethod
-    def check(self, site: Site, mask: Mask | None) -> ResultCheck:
-        """Return what checks a site's results under a mask.
-
-        Raises KeyError for a site that the policy does not verify.
-        """
+    def under(self, mask: Mask | None) -> ResultCheck:
+        """Return what checks the site's results under a mask."""
 
 
-def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks[Any]]:
+def find_checks(policy: str, arithmetic: Arithmetic) -> type[SiteSecrets]:
     """Return how products are checked: of integers here, of floats by an installed package.
 
     Raises PolicyError that says what to install, and PluginError for a package that does not load.
     """
     if arithmetic == "int8":
-        return Secrets
+        return LinearCheck
     from tee_side.plugins import load_entry_point, one_entry_point
 
     if (entry := one_entry_point(GROUP, arithmetic)) is None:
@@ -199,16 +181,23 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks[Any]]:
             f"an installed package that registers {arithmetic!r} in the entry points"
             f' {GROUP}, as tsqp does, or arithmetic = "int8"',
         )
-    found: type[Checks[Any]] = load_entry_point(entry)
+    found: type[SiteSecrets] = load_entry_point(entry)
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Secrets(Checks[ExactCheck]):
-    """The `Checks` of integers."""
+class LinearCheck:
+    """The `SiteSecrets` and `ResultCheck` of a site in integers, whose products have no bias.
 
-    @staticmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> ExactCheck:
+    `exact`: what x [T, I] and y [T, O] are checked with.
+    """
+
+    exact: ExactCheck = field(repr=False)
+    weights: Weights
+    site: Site
+
+    @classmethod
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> Self:
         """Read the weight of a site where it is not held, and draw its vectors.
 
         Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
@@ -220,23 +209,11 @@ class Secrets(Checks[ExactCheck]):
         if found is None:  # those that are held were checked when they were loaded
             found = load_quantized(weights.checkpoint, weights.config, *site)
             weights.integers.check_weights(site, found)
-        return ExactCheck.draw(found.weight, randomness)
+        return cls(ExactCheck.draw(found.weight, randomness), weights, site)
 
-    def check(self, site: Site, mask: Mask | None) -> LinearCheck:
-        """See `Checks.check`."""
-        return LinearCheck(self.vectors[site], self.weights, site)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearCheck:
-    """A `ResultCheck` of one site in integers, whose products have no bias.
-
-    `exact`: what x [T, I] and y [T, O] are checked with.
-    """
-
-    exact: ExactCheck = field(repr=False)
-    weights: Weights
-    site: Site
+    def under(self, mask: Mask | None) -> LinearCheck:
+        """See `SiteSecrets.under`: integers come back exactly, whatever the mask is."""
+        return self
 
     def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[torch.Tensor] = ()) -> bool:
         """See `ResultCheck.holds`."""

@@ -15,8 +15,10 @@ from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
+from protocol.errors import FeatureKeyError, SettingsError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
+from tee_side.plugins import load_entry_point, one_entry_point
 from tee_side.protect.masks.mask import Mask, Masked
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Site
@@ -206,3 +208,26 @@ class TransformKey(Protocol):
 
     def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
         """Make the residual stream's map. Raises FeatureKeyError for another mask."""
+
+
+def load_key(
+    path: Path | None, mask: ProvisionedMask, config: ModelConfig, checkpoint: Checkpoint
+) -> TransformKey:
+    """Read the key of a mask through the package that makes such keys.
+
+    Raises SettingsError for no path, FeatureKeyError, and PluginError for a package that does not
+    load.
+    """
+    if path is None:
+        raise SettingsError(
+            "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
+        )
+    if (entry := one_entry_point("tsqp.keys", "feature")) is None:
+        raise FeatureKeyError(
+            str(path),
+            "no package that reads keys of such masks",
+            "one that registers 'feature' in the entry points tsqp.keys, as tsqp does",
+        )
+    key: TransformKey = load_entry_point(entry).load(path)
+    key.check(config, checkpoint, mask)
+    return key

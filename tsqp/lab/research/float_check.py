@@ -37,7 +37,7 @@ from tee_side.protect.masks.mask import Mask
 from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Blocks, Claim, InTime, weight_blocks
-from tee_side.protect.verification import Checks, Weights
+from tee_side.protect.verification import Weights
 from tee_side.words import Site
 from tsqp.lab.research.draws import normal
 
@@ -316,22 +316,26 @@ class ProductCheck(ByAnswer):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FloatSecrets(Checks[FloatCheck]):
-    """What linear operators, or the LM head, are checked with; see `Checks`."""
+class FloatSecrets:
+    """The `SiteSecrets` of a linear operator in floats, or of the LM head."""
 
-    @staticmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> FloatCheck:
+    vectors: FloatCheck = field(repr=False)
+    weights: Weights
+    site: Site
+
+    @classmethod
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> FloatSecrets:
         """Read the weight of a site, and draw its vectors. Raises ModelError."""
         weight = load_linear(
             weights.checkpoint, weights.config, *site, dtype=weights.dtype, device=CPU
         ).weight
-        return FloatCheck.draw(weight, randomness)
+        return cls(FloatCheck.draw(weight, randomness), weights, site)
 
-    def check(self, site: Site, mask: Mask | None) -> FloatProductCheck:
-        """See `Checks.check`."""
+    def under(self, mask: Mask | None) -> FloatProductCheck:
+        """See `SiteSecrets.under`."""
         return FloatProductCheck(
-            self.vectors[site],
+            self.vectors,
             Tolerance.of(self.weights.dtype, mask),
-            partial(weight_blocks, self.weights, site, integers=False),
+            partial(weight_blocks, self.weights, self.site, integers=False),
             isinstance(mask, FeatureMask),
         )

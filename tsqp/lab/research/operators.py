@@ -80,7 +80,7 @@ class RemoteLMHead(_Remote):
     def _secrets(self) -> FloatSecrets:
         parts = self._parts
         weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
-        return FloatSecrets.draw([_HEAD], weights, Randomness())
+        return FloatSecrets.draw(_HEAD, weights, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -88,7 +88,7 @@ class RemoteLMHead(_Remote):
         """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
         parts, placed = self._parts, self._parts.policy.at("lm_head", 0, phase)
         verified = placed.verify != "none"
-        check = self._secrets.check(_HEAD, placed.mask) if verified else UNVERIFIED
+        check = self._secrets.under(placed.mask) if verified else UNVERIFIED
         return rows_call(
             "lm_head", parts.config, parts.dtype, layer, placed.mask, check, settings, randomness
         )
