@@ -59,7 +59,7 @@ from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from protocol.validation import did_you_mean, first_problem, refusal
 from tee_side.policy.leakage_summary import leakage_summary
-from tee_side.protect.masks.mask import AdditiveMask, Mask, find_mask, is_path
+from tee_side.protect.masks.mask import PROVISIONED, AdditiveMask, Mask, find_mask, is_path
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -471,7 +471,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
     @property
     def feature_mask(self) -> ProvisionedMask | None:
         """The mask in use that a server's weights are transformed for; `check` refuses another."""
-        keyed = (mask for mask in self.masks if mask.kind in {"feature", "segment"})
+        keyed = (mask for mask in self.masks if mask.kind in PROVISIONED)
         return cast("ProvisionedMask | None", next(keyed, None))
 
     def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:

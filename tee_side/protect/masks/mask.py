@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tee_side import plugins
 
 Kind = Literal["row", "feature", "segment", "additive"]
+# Those whose server holds weights that `tsqp provision` has transformed.
+PROVISIONED: tuple[Kind, ...] = ("feature", "segment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +301,8 @@ def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
-
+    # Tells authors of masks where the bases went that were here.
     def __getattr__(name: str) -> object:
-        """Tell authors of masks where the bases went that were here."""
         moved = (
             "RowMask MaskedProduct FeatureMask FeatureSite KeyedTransform SegmentMask KeyedSegment"
         )

@@ -167,7 +167,7 @@ class SegmentMask(Mask):
         return operator == "segment" or (operator == "lm_head" and cls.hides_head)
 
 
-# Those whose server holds weights that `tsqp provision` has transformed.
+# Of the kinds in `PROVISIONED`.
 ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
 
 
@@ -179,13 +179,8 @@ class TransformKey(Protocol):
     such keys is an installed package's: the entry point `feature` of the group `tsqp.keys`.
     """
 
-    @property
-    def provision_id(self) -> str:
-        """See above."""
-
-    @property
-    def server_linear_digest(self) -> str:
-        """See above."""
+    provision_id: str
+    server_linear_digest: str
 
     @classmethod
     def load(cls, path: Path) -> TransformKey:

@@ -34,7 +34,6 @@ from protocol.messages import (
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import Mask
-from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Blocks, Claim, InTime, weight_blocks
 from tee_side.protect.verification import Weights
@@ -337,5 +336,5 @@ class FloatSecrets:
             self.vectors,
             Tolerance.of(self.weights.dtype, mask),
             partial(weight_blocks, self.weights, self.site, integers=False),
-            isinstance(mask, FeatureMask),
+            mask is not None and mask.kind == "feature",
         )

@@ -220,8 +220,7 @@ def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
     request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
+    weight = _check(model, held=True).weights.held[GATE_UP]
     parts = [weight.weight[weight.rows[module]] for module in names]
     return Claim(request, exact_product(x, torch.cat(parts)))
 
