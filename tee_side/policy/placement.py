@@ -476,13 +476,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
 
     def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:
         """Say in one line what the GPU side learns; None if nothing leaves."""
-        return leakage_summary(
-            self.name,
-            [(operator, placement.mask) for operator, placement in self.leaving()],
-            verified=all(placement.verify != "none" for _, placement in self.leaving()),
-            links_encrypted=links_encrypted,
-            attested=self.service.attested,
-        )
+        return leakage_summary(self, links_encrypted=links_encrypted)
 
 
 def builtin_policies() -> list[str]:
