@@ -23,7 +23,7 @@ from benchmarks.harness import CORES, Fields, Found, Options, Place, Repeated, m
 from tee_side.assembly import MaskSettings
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
-from tee_side.protect.verification import Secrets
+from tee_side.protect.verification import LinearCheck
 from tee_side.runner import RunnerSettings
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.shapes import find_shape
@@ -75,7 +75,7 @@ def _measure_batch(
         timed = in_turns([one.timed_ms for one in both], options.steps, _WARM_UP)
         seen = in_turns([partial(_observed_ms, one) for one in both], options.steps)
         secrets = both[0].runner._assembly._secrets
-    vectors = secrets.vectors.values() if isinstance(secrets, Secrets) else ()
+    vectors = [one.exact for one in secrets.values() if isinstance(one, LinearCheck)]
     verified_ms, believed_ms = (median(row[n] for row in timed) for n in range(2))
     tee_ms = median(ms for (_, ms), _ in seen)
     return {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from protocol.errors import FeatureKeyError, PolicyError, SettingsError
+from protocol.errors import PolicyError, SettingsError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
@@ -39,16 +39,7 @@ from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    KeyedSegment,
-    KeyedTransform,
-    Mask,
-    Pad,
-    ProvisionedMask,
-    SegmentMask,
-    TransformKey,
-)
+from tee_side.protect.masks.mask import AdditiveMask, Mask, Pad
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
@@ -65,8 +56,8 @@ from tee_side.protect.sites import (
 )
 from tee_side.protect.verification import (
     UNVERIFIED,
-    Checks,
     LinearCheck,
+    SiteSecrets,
     Weights,
     check_verifiable,
     find_checks,
@@ -83,6 +74,11 @@ from tee_side.words import Operator, Phase, Site, Verify, is_projection, registe
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
+    from tee_side.protect.masks.research import (
+        KeyedSegment,
+        KeyedTransform,
+        TransformKey,
+    )
     from tee_side.protect.pads.bank_files import BankPlace
 
 # Banks, segments, keyed masks and what packages register are imported where a policy or an option
@@ -157,9 +153,11 @@ class Assembly:
         self._keyed: KeyedSegment | None = None
         self._sessions: dict[int, Sessions] = {}
         if (feature := policy.feature_mask) is not None:
-            self.key = _load_key(settings.key, feature, self._parts)
+            from tee_side.protect.masks.research import load_key
+
+            self.key = load_key(settings.key, feature, config, checkpoint)
             gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
-            if isinstance(feature, SegmentMask):
+            if feature.kind == "segment":
                 self._keyed = self.key.segment(feature, config)
             else:
                 self._transforms = self.key.transforms(feature, config, gains)
@@ -286,7 +284,7 @@ class Assembly:
                 if integers is None
                 else integers[site]
             )
-            check = UNVERIFIED if verify == "none" else self._secrets.check(site, mask)
+            check = UNVERIFIED if verify == "none" else self._secrets[site].under(mask)
             lane = None if mask is None else pads.get(mask)
             padded = None
             # What a subclass of `Pad` sends is its own affair.
@@ -351,14 +349,15 @@ class Assembly:
         return load_local_operators(parts, sites=sites, integers=integers, held=self._held)
 
     @cached_property
-    def _secrets(self) -> Checks[Any]:
+    def _secrets(self) -> dict[Site, SiteSecrets]:
         # What stays is loaded before, and not read again. From a generator of their own, which no
         # caller chooses.
         _ = self._local
         parts = self._parts
         weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held, self._integers)
         sites = self._told("weights that verify results", self._verified)
-        return self._checks_class.draw(sites, weights, Randomness())
+        draw, randomness = self._checks_class.draw, Randomness()
+        return {site: draw(site, weights, randomness) for site in sites}
 
     def _told(self, what: str, sites: Sequence[Site]) -> Iterator[Site]:
         for done, site in enumerate(sites, 1):
@@ -403,25 +402,3 @@ def _check_settings(
             masks = " and ".join(other.described() for other in padded)
             expected = "one mask with pads: a bank is made for one"
             PolicyError.unless(len(padded) == 1, where, f"masks {masks}", expected)
-
-
-def _load_key(path: Path | None, mask: ProvisionedMask, parts: RunParts) -> TransformKey:
-    """Read the key of a mask through the package that makes such keys.
-
-    Raises FeatureKeyError, and PluginError for a package that does not load.
-    """
-    if path is None:
-        raise SettingsError(
-            "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
-        )
-    from tee_side.plugins import load_entry_point, one_entry_point
-
-    if (entry := one_entry_point("tsqp.keys", "feature")) is None:
-        raise FeatureKeyError(
-            str(path),
-            "no package that reads keys of such masks",
-            "one that registers 'feature' in the entry points tsqp.keys, as tsqp does",
-        )
-    key: TransformKey = load_entry_point(entry).load(path)
-    key.check(parts.config, parts.checkpoint, mask)
-    return key

@@ -106,15 +106,6 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def loaded_files() -> list[Path]:
-    """Return the files that this process has loaded, for one that is to unpickle their classes."""
-    return [
-        Path(module.__file__)
-        for name, module in list(sys.modules.items())
-        if name.startswith(_PREFIX) and module.__file__ is not None
-    ]
-
-
 def load_object(path: str, name: str) -> object:
     """Return a module-level object of a Python file. Raises PluginError."""
     module = load_module(Path(path))

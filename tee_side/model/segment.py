@@ -23,7 +23,8 @@ from protocol.tensors import WireTensor, raw_bytes, short_name
 from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import KeyedSegment, Masked, as_it_is
+from tee_side.protect.masks.mask import Masked, as_it_is
+from tee_side.protect.masks.research import KeyedSegment
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, ChannelsAt, carry_out, turn

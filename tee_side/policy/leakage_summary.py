@@ -1,10 +1,15 @@
 """What a policy gives away, in the one line that is printed before anything runs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tee_side.protect.masks.mask import Mask
-from tee_side.words import LAYERLESS, Attested, Operator
+from tee_side.words import LAYERLESS, Operator
+
+if TYPE_CHECKING:
+    from tee_side.policy.placement import Placement, Policy
 
 # What the GPU side sees of an operator that is sent to it in the clear.
 SEEN: dict[Operator, str] = {
@@ -36,34 +41,25 @@ _ATTESTED = {"none": "", "simulated": "; services give simulated evidence, which
 _Masked: TypeAlias = list[tuple[Operator, Mask]]
 
 
-def leakage_summary(
-    name: str,
-    leaving: Sequence[tuple[Operator, Mask | None]],
-    *,
-    verified: bool,
-    links_encrypted: bool,
-    attested: Attested,
-) -> str | None:
-    """Say what the GPU side learns under the policy `name`, the worst first; None if nothing.
+def leakage_summary(policy: Policy, *, links_encrypted: bool) -> str | None:
+    """Say what the GPU side learns under a policy, the worst first; None if nothing.
 
-    `verified`: whether the results of all of it are; `links_encrypted`: whether all links that
-    shares depend on are; `attested`: by what evidence services prove what they are.
+    `links_encrypted`: whether all links that shares depend on are.
 
     Hidden states in the clear give the prompt away to any holder of the public weights
     (vocabulary matching, arXiv 2505.18332). "Uniform random numbers" is said only of a policy
     under which nothing else crosses.
     """
-    if not leaving:
+    if not (leaving := [*policy.leaving()]):
         return None
-    seen = _seen(leaving, verified=verified, links_encrypted=links_encrypted)
-    return f"policy {name}: {seen}{_ATTESTED.get(attested, _BY_EVIDENCE.format(attested))}"
+    seen, attested = _seen(leaving, links_encrypted=links_encrypted), policy.service.attested
+    return f"policy {policy.name}: {seen}{_ATTESTED.get(attested, _BY_EVIDENCE.format(attested))}"
 
 
-def _seen(
-    leaving: Sequence[tuple[Operator, Mask | None]], *, verified: bool, links_encrypted: bool
-) -> str:
-    clear = [operator for operator, mask in leaving if mask is None]
-    masked = [(operator, mask) for operator, mask in leaving if mask is not None]
+def _seen(leaving: Sequence[tuple[Operator, Placement]], *, links_encrypted: bool) -> str:
+    clear = [operator for operator, placed in leaving if placed.mask is None]
+    masked = [(operator, placed.mask) for operator, placed in leaving if placed.mask is not None]
+    verified = all(placed.verify != "none" for _, placed in leaving)
     within = (
         (" within a tolerance", " by more")
         if any(mask.arithmetic != "int8" for _, mask in masked)

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 
 from pydantic import (
     BaseModel,
@@ -59,14 +59,7 @@ from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from protocol.validation import did_you_mean, first_problem, refusal
 from tee_side.policy.leakage_summary import leakage_summary
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    Mask,
-    ProvisionedMask,
-    SegmentMask,
-    find_mask,
-    is_path,
-)
+from tee_side.protect.masks.mask import PROVISIONED, AdditiveMask, Mask, find_mask, is_path
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -83,6 +76,9 @@ from tee_side.words import (
     is_linear,
     is_projection,
 )
+
+if TYPE_CHECKING:
+    from tee_side.protect.masks.research import ProvisionedMask
 
 _SUFFIX = ".toml"
 # Built-in policies of other names than before.
@@ -380,7 +376,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
                     got += f" ({'; '.join(map(str, found))})" if found else ""
                     expected = "exactly one" if wanted else "none, within a segment"
                     self._refuse_if(len(found) != wanted, where, got, expected)
-        heads = [p.mask for p in self.operators["lm_head"] if isinstance(p.mask, SegmentMask)]
+        heads = [p.mask for p in self.operators["lm_head"] if p.mask and p.mask.kind == "segment"]
         behind = any(segment.head for segment in segments)
         for head in heads:
             got = f"mask {head.name} behind no segment of the last layers under the same"
@@ -475,17 +471,12 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
     @property
     def feature_mask(self) -> ProvisionedMask | None:
         """The mask in use that a server's weights are transformed for; `check` refuses another."""
-        return next((mask for mask in self.masks if isinstance(mask, ProvisionedMask)), None)
+        keyed = (mask for mask in self.masks if mask.kind in PROVISIONED)
+        return cast("ProvisionedMask | None", next(keyed, None))
 
     def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:
         """Say in one line what the GPU side learns; None if nothing leaves."""
-        return leakage_summary(
-            self.name,
-            [(operator, placement.mask) for operator, placement in self.leaving()],
-            verified=all(placement.verify != "none" for _, placement in self.leaving()),
-            links_encrypted=links_encrypted,
-            attested=self.service.attested,
-        )
+        return leakage_summary(self, links_encrypted=links_encrypted)
 
 
 def builtin_policies() -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 
@@ -20,22 +20,15 @@ from protocol.errors import MaskError, PolicyError
 from protocol.messages import SEED_BYTES
 from protocol.tensors import short_name
 from tee_side.native import kernels as compiled
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    FeatureMask,
-    KeyedTransform,
-    Mask,
-    Masked,
-    RowMask,
-    Seed,
-    SharingMask,
-    as_it_is,
-)
+from tee_side.protect.masks.mask import AdditiveMask, Mask, Masked, Seed, SharingMask, as_it_is
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import DynamicSite, IntegerSite, site_number
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Operator, Site, is_linear
+
+if TYPE_CHECKING:
+    from tee_side.protect.masks.research import KeyedTransform, RowMask
 
 # Hides the input of one linear operator.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked]
@@ -58,9 +51,10 @@ def linear_masking(
     match mask:
         case None:
             return lambda x_TI: Masked((x_TI,), as_it_is)
-        case RowMask() | SharingMask():
-            return lambda x_TI: mask.mask(x_TI, randomness)
-        case FeatureMask():
+        case SharingMask() | Mask(kind="row"):
+            fresh = cast("RowMask | SharingMask", mask)
+            return lambda x_TI: fresh.mask(x_TI, randomness)
+        case Mask(kind="feature"):
             if transforms is None:
                 raise PolicyError(
                     f"mask {mask.name}", "no key", "--key, as tsqp provision wrote it"
@@ -92,7 +86,8 @@ class MaskRules:
 
         Others send a row for a row. `tee_side.remote.services.plan` bounds replies by this number.
         """
-        return 2 * rows + _MORE_ROWS if isinstance(self.mask, RowMask) else rows
+        mixes = self.mask is not None and self.mask.kind == "row"
+        return 2 * rows + _MORE_ROWS if mixes else rows
 
     def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.

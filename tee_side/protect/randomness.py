@@ -34,8 +34,6 @@ _CHUNK_BYTES = 256 * 1024
 # The type: inside the classes below, `bytes` is a method.
 Bytes: TypeAlias = bytes
 
-_MANTISSA_BITS = 53
-
 
 class Randomness:
     """A cryptographic generator. `key`: 32 bytes, from the operating system if None.
@@ -70,20 +68,6 @@ class Randomness:
     def ring(self, *shape: int) -> torch.Tensor:
         """Return int32 elements, uniform over Z_2^32."""
         return self.elements(shape, torch.int32)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        """Return float64 elements, standard normal (Box and Muller 1958).
-
-        Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a
-        true normal has beyond that (probability 1e-17) is missing.
-        """
-        count = math.prod(_checked(shape))
-        pairs = (count + 1) // 2
-        bits = self.elements((2, pairs), torch.int64).bitwise_and(2**_MANTISSA_BITS - 1).double()
-        radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
-        angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
-        both = torch.cat((radius * angle.cos(), radius * angle.sin()))
-        return both[:count].reshape(shape)
 
     def derive(self, label: Bytes) -> Randomness:
         """Return an independent generator (HKDF-SHA256, RFC 5869) that depends on key and label.

@@ -12,45 +12,36 @@ one vector with probability 2^-32 at most, and both with 2^-64 (docs/verificatio
 
 A service learns one bit from a check, accepted or refused, and refused ends its part in the run.
 
-`Secrets` are drawn once a run, for all linear operators that the policy verifies. A `ResultCheck`
-is what the results of one operator under one mask are checked with. Products of integers are
-checked here; an installed package registers what checks products of floats.
+`SiteSecrets` are drawn once a run, for each linear operator that the policy verifies. A
+`ResultCheck` is what the results of one operator under one mask are checked with. Products of
+integers are checked here; an installed package registers what checks products of floats.
 
 Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from protocol.errors import PolicyError
-from protocol.integer import LARGEST_OF_DIGITS, exact_product, int8_product, to_digits
-from protocol.messages import (
-    WHOLE,
-    Arithmetic,
-    Columns,
-    ModuleName,
-    Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
-    part_of,
-)
-from protocol.model.checkpoint import Checkpoint, module_name
+from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
+from protocol.messages import Arithmetic
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.weights import QuantizedLinear, load_quantized, quantize_rows, weight_rows
+from protocol.model.weights import QuantizedLinear, load_quantized
 from protocol.native import choice
-from protocol.tensors import to_torch
 from tee_side.native import kernels
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites, tensors_of
 from tee_side.words import Site
+
+if TYPE_CHECKING:
+    from tee_side.protect.recomputation import Claim, InTime
 
 # How many secret vectors: what the compiled kernels take. A wrong product of integers passes one
 # with probability 2^-32 at most, a check with 2^-64. What is promised is 2^-40: 2^24 attempts at
@@ -103,22 +94,6 @@ class ExactCheck:
 
 
 GROUP = "tsqp.checks"
-
-# Blocks of a weight, and the columns of a product that each makes.
-Blocks: TypeAlias = Iterator[tuple[slice, torch.Tensor]]
-# Hands blocks on while there is time to multiply so many rows by each.
-InTime: TypeAlias = Callable[[Blocks, int], Blocks]
-
-
-class Claim(NamedTuple):
-    """What a service was asked, and what it says that the whole output is.
-
-    `columns`: the part of the output that is checked: the columns of one rank, or all of them.
-    """
-
-    request: Request
-    output: torch.Tensor
-    columns: Columns = WHOLE
 
 
 class ResultCheck(Protocol):
@@ -178,80 +153,25 @@ class Weights:
     held: Mapping[Site, QuantizedLinear]
     integers: IntegerSites | None = None
 
-    def integer_blocks(
-        self, site: Site, modules: Sequence[ModuleName], part: Columns = WHOLE
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the integers of some modules side by side, int8 [n, I], and their columns.
 
-        `modules`: of the site's operator; none for the LM head. `part`: of each module's columns.
-        Never all of them at once, where they are not held. Raises ModelError, ManifestError.
-        """
-        layer, operator = site
-        held, (_, in_features) = self.held.get(site), self.config.row_layout(operator)[1]
-        tensors = weight_rows(self.config, layer, operator)
-        wanted = [
-            f"{module_name(self.config, layer, module)}.weight" for module in modules
-        ] or list(tensors)
-        start = 0
-        for name in wanted:
-            rows = tensors[name]
-            size = rows.stop - rows.start
-            if held is not None:
-                mine = part_of(size, *part)
-                yield slice(start + mine.start, start + mine.stop), held.weight[rows][mine]
-            else:
-                shape = (size, in_features)
-                for columns, block in rows_of_part(self.checkpoint, name, shape, part, start):
-                    yield columns, quantize_rows(block, name)[0]
-            start += size
-
-
-def rows_of_part(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], part: Columns, start: int = 0
-) -> Blocks:
-    """Yield a part of a tensor's rows in blocks, whose columns count from `start`."""
-    mine = part_of(shape[0], *part)
-    for rows, block in checkpoint.blocks(name, shape):
-        first, last = max(rows.start, mine.start), min(rows.stop, mine.stop)
-        if first < last:
-            yield slice(start + first, start + last), block[first - rows.start : last - rows.start]
-
-
-V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checks(ABC, Generic[V]):
-    """What the linear operators that a policy verifies are checked with; drawn once a run."""
-
-    weights: Weights
-    vectors: Mapping[Site, V] = field(repr=False)
+class SiteSecrets(Protocol):
+    """What one linear operator that a policy verifies is checked with; drawn once a run."""
 
     @classmethod
-    def draw(cls, sites: Iterable[Site], weights: Weights, randomness: Randomness) -> Self:
-        """Draw the secret vectors of all sites, once a run. Raises as `vectors_of`."""
-        return cls(weights, {site: cls.vectors_of(site, weights, randomness) for site in sites})
-
-    @staticmethod
-    @abstractmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> V:
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> Self:
         """Read the weight of a site, and draw its secret vectors. Raises ModelError."""
 
-    @abstractmethod
-    def check(self, site: Site, mask: Mask | None) -> ResultCheck:
-        """Return what checks a site's results under a mask.
-
-        Raises KeyError for a site that the policy does not verify.
-        """
+    def under(self, mask: Mask | None) -> ResultCheck:
+        """Return what checks the site's results under a mask."""
 
 
-def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks[Any]]:
+def find_checks(policy: str, arithmetic: Arithmetic) -> type[SiteSecrets]:
     """Return how products are checked: of integers here, of floats by an installed package.
 
     Raises PolicyError that says what to install, and PluginError for a package that does not load.
     """
     if arithmetic == "int8":
-        return Secrets
+        return LinearCheck
     from tee_side.plugins import load_entry_point, one_entry_point
 
     if (entry := one_entry_point(GROUP, arithmetic)) is None:
@@ -261,16 +181,23 @@ def find_checks(policy: str, arithmetic: Arithmetic) -> type[Checks[Any]]:
             f"an installed package that registers {arithmetic!r} in the entry points"
             f' {GROUP}, as tsqp does, or arithmetic = "int8"',
         )
-    found: type[Checks[Any]] = load_entry_point(entry)
+    found: type[SiteSecrets] = load_entry_point(entry)
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Secrets(Checks[ExactCheck]):
-    """The `Checks` of integers."""
+class LinearCheck:
+    """The `SiteSecrets` and `ResultCheck` of a site in integers, whose products have no bias.
 
-    @staticmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> ExactCheck:
+    `exact`: what x [T, I] and y [T, O] are checked with.
+    """
+
+    exact: ExactCheck = field(repr=False)
+    weights: Weights
+    site: Site
+
+    @classmethod
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> Self:
         """Read the weight of a site where it is not held, and draw its vectors.
 
         Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
@@ -282,23 +209,11 @@ class Secrets(Checks[ExactCheck]):
         if found is None:  # those that are held were checked when they were loaded
             found = load_quantized(weights.checkpoint, weights.config, *site)
             weights.integers.check_weights(site, found)
-        return ExactCheck.draw(found.weight, randomness)
+        return cls(ExactCheck.draw(found.weight, randomness), weights, site)
 
-    def check(self, site: Site, mask: Mask | None) -> LinearCheck:
-        """See `Checks.check`."""
-        return LinearCheck(self.vectors[site], self.weights, site)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearCheck:
-    """A `ResultCheck` of one site in integers, whose products have no bias.
-
-    `exact`: what x [T, I] and y [T, O] are checked with.
-    """
-
-    exact: ExactCheck = field(repr=False)
-    weights: Weights
-    site: Site
+    def under(self, mask: Mask | None) -> LinearCheck:
+        """See `SiteSecrets.under`: integers come back exactly, whatever the mask is."""
+        return self
 
     def holds(self, x: torch.Tensor, y: torch.Tensor, sent: Sequence[torch.Tensor] = ()) -> bool:
         """See `ResultCheck.holds`."""
@@ -306,26 +221,8 @@ class LinearCheck:
 
     def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
-        # Shares of one product meet each block together: it is read once for all of them.
-        products: dict[
-            tuple[tuple[ModuleName, ...], Columns], dict[int, tuple[torch.Tensor, torch.Tensor]]
-        ] = {}
-        for index, (request, y, part) in enumerate(claims):
-            whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
-            if not isinstance(whole, RingLinearRequest | RingLMHeadRequest):
-                raise LookupError(f"an answer to {request.method} of a product of integers")
-            modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()
-            products.setdefault((modules, part), {})[index] = to_torch(whole.elements), y
-        # Whose elements, int32 [T, I], times the blocks are not its output, int32 [T, O].
-        wrong: set[int] = set()
-        for (modules, part), pairs in products.items():
-            rows = max(len(x) for x, _ in pairs.values())
-            blocks = self.weights.integer_blocks(self.site, modules, part)
-            for columns, weight_nI in in_time(blocks, rows):
-                for index in pairs.keys() - wrong:
-                    x_TI, y_TO = pairs[index]
-                    if not torch.equal(exact_product(x_TI, weight_nI), y_TO[:, columns]):
-                        wrong.add(index)
-                if pairs.keys() <= wrong:  # the rest says nothing more
-                    break
-        return sorted(wrong)
+        from tee_side.protect.recomputation import (
+            wrong_integers,
+        )  # of use to a refused result alone
+
+        return wrong_integers(self.weights, self.site, claims, in_time)

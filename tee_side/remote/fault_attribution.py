@@ -23,7 +23,8 @@ from protocol.errors import (
 from protocol.messages import EmbeddingRequest
 from protocol.prepared import Exchange, Payload, PreparedRequest
 from tee_side.protect.masks.mask import Seed
-from tee_side.protect.verification import Blocks, Claim, ResultCheck, Unverified
+from tee_side.protect.recomputation import Blocks, Claim
+from tee_side.protect.verification import ResultCheck, Unverified
 from tee_side.remote.call import CallPlan, time_left
 from tee_side.remote.services.replicas import Replicas
 

@@ -17,18 +17,8 @@ from torch.nn.functional import linear, silu
 
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, RopeParameters
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    Factors,
-    FeatureMask,
-    FeatureSite,
-    Mask,
-    Masked,
-    RowMask,
-    Seed,
-    SegmentMask,
-    SharingMask,
-)
+from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked, Seed, SharingMask
+from tee_side.protect.masks.research import FeatureMask, FeatureSite, RowMask, SegmentMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
 

@@ -32,7 +32,7 @@ from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_mod
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.calibration import CALIBRATION_FILE
-from tee_side.protect.masks.mask import FeatureMask
+from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from protocol.errors import TsqpError
-from tee_side.plugins import load_module, loaded_files
+from tee_side.plugins import load_module, sources
 from tsqp.end_with_parent import end_with
 from tsqp.processes import END_TIMEOUT_S, ProcessError, failure
 
@@ -155,7 +155,8 @@ def processes(
     listener.start()
     before, own = {*multiprocessing.active_children()}, set[BaseProcess]()
     # Classes from a user's files are found again where the files have been loaded before.
-    first = (os.getpid(), loaded_files(), writer, context.Lock(), pickle.dumps((begin, given)))
+    files = [Path(sys.modules[name].__file__ or "") for name in [*sources] if name in sys.modules]
+    first = (os.getpid(), files, writer, context.Lock(), pickle.dumps((begin, given)))
 
     def submit(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future = pool.submit(_called, where, pickle.dumps((function, arguments)))

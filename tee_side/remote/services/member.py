@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, PendingChannel
 from protocol.errors import (
@@ -26,8 +26,10 @@ from protocol.messages import NONCE_BYTES, Arithmetic, InitReply, InitRequest, R
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import ModelConfig
 from protocol.prepared import Traffic
-from tee_side.protect.masks.mask import TransformKey
 from tee_side.remote.services.plan import ReplicaGroup, one_service
+
+if TYPE_CHECKING:
+    from tee_side.protect.masks.research import TransformKey
 
 # A handshake that is not answered by then is begun again, over a new connection.
 _HANDSHAKE_S = 5.0

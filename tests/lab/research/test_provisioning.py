@@ -24,7 +24,8 @@ from protocol.model.checkpoint import (
     model_digest,
 )
 from protocol.model.config import read_config
-from tee_side.protect.masks.mask import FeatureMask, Pad, SegmentMask
+from tee_side.protect.masks.mask import Pad
+from tee_side.protect.masks.research import FeatureMask, SegmentMask
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp.cli.model_files import provision as command

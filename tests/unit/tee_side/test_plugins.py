@@ -22,7 +22,8 @@ from tests.kit.rows import each_row
 
 ONE = """
 from typing import ClassVar
-from tee_side.protect.masks.mask import Masked, RowMask
+from tee_side.protect.masks.mask import Masked
+from tee_side.protect.masks.research import RowMask
 from tsqp.lab.research.row_masks import RowMix
 
 class One(RowMix):
@@ -33,7 +34,7 @@ class Two(One):
     name: ClassVar[str] = "two"
 """
 HALF = """
-from tee_side.protect.masks.mask import RowMask
+from tee_side.protect.masks.research import RowMask
 class Half(RowMask):
     name = "half"
     hides = known_break = source = cost = "x"

@@ -37,14 +37,8 @@ from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.calibration import SiteScales
 from tee_side.protect.masking import Hide, MaskRules, linear_masking
-from tee_side.protect.masks.mask import (
-    AdditiveMask,
-    Factors,
-    FeatureMask,
-    KeyedTransform,
-    Mask,
-    Masked,
-)
+from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked
+from tee_side.protect.masks.research import FeatureMask, KeyedTransform
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite, IntegerSite
 from tee_side.protect.verification import UNVERIFIED

@@ -28,14 +28,14 @@ from protocol.errors import (
 from protocol.messages import FUSED_MODULES, Digest, LinearOperator
 from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest, norm_names
 from protocol.model.config import ModelConfig
-from tee_side.protect.masks.mask import (
+from tee_side.protect.masks.mask import describe_mask
+from tee_side.protect.masks.research import (
     FeatureMask,
     FeatureSite,
     KeyedSegment,
     KeyedTransform,
     ProvisionedMask,
     SegmentMask,
-    describe_mask,
 )
 from tee_side.protect.randomness import Randomness, derive_key
 from tee_side.words import Site

@@ -31,14 +31,14 @@ from protocol.messages import (
     Request,
     part_of,
 )
-from protocol.model.checkpoint import lm_head_name, module_name
 from protocol.model.weights import CPU, load_linear
 from protocol.tensors import to_torch
-from tee_side.protect.masks.mask import FeatureMask, Mask
+from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import tensors_of
-from tee_side.protect.verification import Blocks, Checks, Claim, InTime, Weights, rows_of_part
+from tee_side.protect.recomputation import Blocks, Claim, InTime, weight_blocks
+from tee_side.protect.verification import Weights
 from tee_side.words import Site
+from tsqp.lab.research.draws import normal
 
 FLOAT_VECTORS = 8
 _lengths = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -141,7 +141,7 @@ class FloatCheck:
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
         """Draw vectors for a weight, floats [O, I], in blocks of float64."""
         O, I = weight_OI.shape  # noqa: E741
-        s_Ok = randomness.normal(O, FLOAT_VECTORS)
+        s_Ok = normal(randomness, O, FLOAT_VECTORS)
         product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
         squares, size = 0.0, max(1, _BLOCK_ELEMENTS // I)
         for s_nk, weight_nI in zip(s_Ok.split(size), weight_OI.split(size), strict=True):
@@ -293,7 +293,7 @@ class ProductCheck(ByAnswer):
         ActivationRangeError.
         """
         _, J, N = x[1].shape
-        s_Nk = self._randomness.normal(N, FLOAT_VECTORS)
+        s_Nk = normal(self._randomness, N, FLOAT_VECTORS)
         a64_BMJ, b64_BJN = (operand.double() for operand in x)
         expected_BMk = a64_BMJ @ (b64_BJN @ s_Nk)
         gain_B1 = b64_BJN.square().sum((1, 2)).div(J).sqrt()[:, None]
@@ -315,38 +315,26 @@ class ProductCheck(ByAnswer):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FloatSecrets(Checks[FloatCheck]):
-    """What linear operators, or the LM head, are checked with; see `Checks`."""
+class FloatSecrets:
+    """The `SiteSecrets` of a linear operator in floats, or of the LM head."""
 
-    @staticmethod
-    def vectors_of(site: Site, weights: Weights, randomness: Randomness) -> FloatCheck:
+    vectors: FloatCheck = field(repr=False)
+    weights: Weights
+    site: Site
+
+    @classmethod
+    def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> FloatSecrets:
         """Read the weight of a site, and draw its vectors. Raises ModelError."""
         weight = load_linear(
             weights.checkpoint, weights.config, *site, dtype=weights.dtype, device=CPU
         ).weight
-        return FloatCheck.draw(weight, randomness)
+        return cls(FloatCheck.draw(weight, randomness), weights, site)
 
-    def check(self, site: Site, mask: Mask | None) -> FloatProductCheck:
-        """See `Checks.check`."""
+    def under(self, mask: Mask | None) -> FloatProductCheck:
+        """See `SiteSecrets.under`."""
         return FloatProductCheck(
-            self.vectors[site],
+            self.vectors,
             Tolerance.of(self.weights.dtype, mask),
-            partial(_weights_of, self.weights, site),
-            isinstance(mask, FeatureMask),
+            partial(weight_blocks, self.weights, self.site, integers=False),
+            mask is not None and mask.kind == "feature",
         )
-
-
-def _weights_of(
-    weights: Weights, site: Site, modules: Sequence[ModuleName], part: Columns
-) -> Blocks:
-    """Yield a part of the weights of each module, side by side [n, I], as a service holds them.
-
-    `modules`: of the site's operator; none for the LM head.
-    """
-    config, start = weights.config, 0
-    names = [f"{module_name(config, site[0], module)}.weight" for module in modules]
-    shapes = tensors_of([site], config)
-    for name in names or [lm_head_name(config)]:
-        for columns, block in rows_of_part(weights.checkpoint, name, shapes[name], part, start):
-            yield columns, block.to(weights.dtype)
-        start += shapes[name][0]

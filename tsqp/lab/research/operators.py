@@ -22,7 +22,8 @@ from tee_side.model.local_ops import causal_mask
 from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Mask, Masked, MaskedProduct, RowMask, as_it_is
+from tee_side.protect.masks.mask import Mask, Masked, as_it_is
+from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
@@ -79,7 +80,7 @@ class RemoteLMHead(_Remote):
     def _secrets(self) -> FloatSecrets:
         parts = self._parts
         weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
-        return FloatSecrets.draw([_HEAD], weights, Randomness())
+        return FloatSecrets.draw(_HEAD, weights, Randomness())
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness
@@ -87,7 +88,7 @@ class RemoteLMHead(_Remote):
         """See `RegisteredOperator.bind`: [N, D] -> [N, V]."""
         parts, placed = self._parts, self._parts.policy.at("lm_head", 0, phase)
         verified = placed.verify != "none"
-        check = self._secrets.check(_HEAD, placed.mask) if verified else UNVERIFIED
+        check = self._secrets.under(placed.mask) if verified else UNVERIFIED
         return rows_call(
             "lm_head", parts.config, parts.dtype, layer, placed.mask, check, settings, randomness
         )

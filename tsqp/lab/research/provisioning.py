@@ -41,7 +41,8 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
 from protocol.model.weights import CPU, load_linear, load_tensor
-from tee_side.protect.masks.mask import FeatureMask, KeyedSegment, Mask, ProvisionedMask
+from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.research import FeatureMask, KeyedSegment, ProvisionedMask
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
 from tsqp.lab.research.feature_masks import noise_of

@@ -23,6 +23,7 @@ from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import (
     VECTORS,
     ExactCheck,
+    LinearCheck,
     Unverified,
     Weights,
     check_verifiable,
@@ -33,7 +34,7 @@ from tee_side.words import Operator
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import Models, SavedModel, Tee, token_ids, with_results
 from tests.kit.rows import each_row
-from tsqp.lab.research.float_check import FloatCheck
+from tsqp.lab.research.float_check import FloatSecrets
 
 # What a sum of integers must stay below, as `tee_side.protect.calibration` checks before it sends.
 LIMIT = 2**31 - 1
@@ -149,7 +150,7 @@ def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = 
     weights = Weights(config, checkpoint, torch.float32, {}, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
     verified = policy.sites(3, lambda placed: placed.verify != "none")
-    return checks.draw(verified, weights, Randomness())
+    return {site: checks.draw(site, weights, Randomness()) for site in verified}
 
 
 def _calibration(model: SavedModel) -> Calibration:
@@ -160,21 +161,18 @@ def _calibration(model: SavedModel) -> Calibration:
 def test_secrets_are_those_of_what_is_verified_and_no_more(model: SavedModel) -> None:
     linear = {(layer, operator) for layer in range(3) for operator in FUSED_MODULES}
     for name, sites, kind in (
-        ("shielded", linear | {(2, "lm_head")}, ExactCheck),
-        ("published", linear, FloatCheck),
+        ("shielded", linear | {(2, "lm_head")}, LinearCheck),
+        ("published", linear, FloatSecrets),
     ):
         secrets = _secrets(model, with_results(name, "freivalds"))
-        assert secrets.vectors.keys() == sites
-        assert {type(one) for one in secrets.vectors.values()} == {kind}
+        assert secrets.keys() == sites
+        assert {type(one) for one in secrets.values()} == {kind}
         # Not in a traceback, nor in a log.
-        for one in (secrets, secrets.check((0, "o_proj"), None)):
+        for one in (secrets, secrets[0, "o_proj"].under(None)):
             for text in (repr(one), str(one)):
                 assert not re.search(r"tensor\(|ExactCheck|FloatCheck|vectors_kO=|Randomness", text)
                 assert re.search("Checkpoint|Tolerance", text)  # guards the test
-    none = _secrets(model, load_policy("attention-in-tee"))
-    assert none.vectors == {}
-    with pytest.raises(LookupError):
-        none.check((0, "o_proj"), None)
+    assert _secrets(model, load_policy("attention-in-tee")) == {}
 
 
 def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs(
@@ -185,9 +183,9 @@ def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs
         model.tee("shielded", randomness=Randomness(bytes(32)), micro_batches=2) for _ in range(2)
     ]
     first, second = (tee.assembly._secrets for tee in tees)
-    assert first.vectors
-    for site, check in first.vectors.items():
-        equal = check.vectors_kO == second.vectors[site].vectors_kO
+    assert first
+    for site, check in first.items():
+        equal = check.exact.vectors_kO == second[site].exact.vectors_kO
         assert float(equal.double().mean()) < 0.1
     tees[0].assembly.lanes(lambda _layer: tees[0].channels)
     assert tees[0].assembly._secrets is first

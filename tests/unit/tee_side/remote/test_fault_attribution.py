@@ -30,7 +30,8 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Shares
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import Claim, ExactCheck, LinearCheck, Weights, rows_of_part
+from tee_side.protect.recomputation import Claim, rows_of_part
+from tee_side.protect.verification import ExactCheck, LinearCheck, Weights
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
 from tee_side.remote.fault_attribution import find_liars, refuse
@@ -219,8 +220,7 @@ def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
     request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    weight = load_quantized(checkpoint, config, 1, "gate_up_proj")
+    weight = _check(model, held=True).weights.held[GATE_UP]
     parts = [weight.weight[weight.rows[module]] for module in names]
     return Claim(request, exact_product(x, torch.cat(parts)))
 
