@@ -134,7 +134,8 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
     channel = liar.channel
     if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
-    now, ranks = time.monotonic(), channel.ranks(liar.exchange)
+    now, endpoint = time.monotonic(), liar.exchange.endpoint
+    ranks = next((one.ranks for one in channel.members if one.endpoint == endpoint), 1)
     if ranks == 1 or liar.request.method == EmbeddingRequest.method:
         return ""
     claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]

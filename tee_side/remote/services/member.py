@@ -7,6 +7,7 @@ the service computes: it can answer all of this correctly and lie afterwards.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -29,6 +30,10 @@ from protocol.prepared import Traffic
 from tee_side.protect.masks.mask import TransformKey
 from tee_side.remote.services.plan import ReplicaGroup, one_service
 
+log = logging.getLogger("tee_side")
+
+# How long one lost service is tried before the next one is, where several are.
+TURN_S = 0.05
 # A handshake that is not answered by then is begun again, over a new connection.
 _HANDSHAKE_S = 5.0
 # Hardware takes its time for evidence.
@@ -264,7 +269,23 @@ class Member:
     def quarantine(self, error: TsqpError) -> None:
         """Never ask it again. The session: as in `lose`."""
         self.lose(error)
+        if self.quarantined is None:
+            self.log("service_quarantined", error)
         self.quarantined = error
+
+    def log(self, event: str, error: TsqpError | None = None) -> None:
+        """Log what became of it, and why."""
+        why = {} if error is None else {"detail": str(error)}
+        log.warning(event, extra={"fields": {"endpoint": self.endpoint} | why})
+
+    def log_waiting(self, deadline: float, option: str) -> None:
+        """Say that it is waited for, how long, and what helps."""
+        fields = {
+            "endpoint": self.endpoint,
+            "at_most_s": max(0, round(deadline - time.monotonic())),
+            "detail": f"start a gpu-service there; {option} says how long it is waited for",
+        }
+        log.warning("waiting_for_service", extra={"fields": fields})
 
     def close(self) -> None:
         """Disconnect."""

@@ -26,8 +26,8 @@ from protocol.messages import SegmentRequest
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
+from tee_side.remote.services.failover import aggregate_errors
 from tee_side.remote.services.plan import ReplicaGroup
-from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import (
     FakeConnection,
     FakeService,
@@ -349,7 +349,7 @@ def test_an_interrupt_leaves_nothing_behind(world: World) -> None:
     with pytest.raises(KeyboardInterrupt):
         call(replicas, ask())
     assert all(connection.closed for connection in world.opened)
-    assert not replicas._in_flight
+    assert not replicas.in_flight
     a.held = None
     assert call(replicas, ask()).endpoint == "a"
 
