@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import torch
@@ -72,15 +73,11 @@ class Sessions:
 
 def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     """Cut a segment where another service has the next layer."""
-    starts = [
-        layer
-        for layer in range(segment.first, segment.last + 1)
-        if layer == segment.first or channels_at(layer)[0] is not channels_at(layer - 1)[0]
-    ]
-    ends = [*(start - 1 for start in starts[1:]), segment.last]
+    layers = range(segment.first, segment.last + 1)
+    parts = [list(part) for _, part in groupby(layers, lambda layer: id(channels_at(layer)[0]))]
     return [
-        segment._replace(first=first, last=last, head=segment.head and last == segment.last)
-        for first, last in zip(starts, ends, strict=True)
+        segment._replace(first=part[0], last=part[-1], head=segment.head and part is parts[-1])
+        for part in parts
     ]
 
 

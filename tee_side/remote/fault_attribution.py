@@ -135,7 +135,8 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
     if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
     now, endpoint = time.monotonic(), liar.exchange.endpoint
-    ranks = next((one.ranks for one in channel.members if one.endpoint == endpoint), 1)
+    said = next((one.reply for one in channel.members if one.endpoint == endpoint), None)
+    ranks = 1 if said is None else said.ranks
     if ranks == 1 or liar.request.method == EmbeddingRequest.method:
         return ""
     claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
@@ -190,12 +191,10 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
     for columns, weight_nI in blocks:
         step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
         for start in range(0, len(weight_nI), step):
-            if start:
-                _require_time(is_over)
             part = weight_nI[start : start + step]
             begin = columns.start + start
             yield slice(begin, begin + len(part)), part
-        _require_time(is_over)  # before the next is read
+            _require_time(is_over)  # before the next is computed, or read
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:

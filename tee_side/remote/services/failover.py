@@ -75,8 +75,6 @@ class Failover:
         self._replicas = replicas
         # Whether it was said, since a service was last ready, that one is waited for.
         self._told = False
-        # Of services that take nothing new, and may still answer what they have: one of each.
-        self._draining: dict[Member, Session] = {}
 
     # ---------------------------------------------------------------------------------- sending
 
@@ -136,15 +134,13 @@ class Failover:
 
     def _wait_for_any(self, in_flight: InFlight) -> None:
         """Wait until a service has come back or may have room again, or for a moment."""
-        now = time.monotonic()
         left = [member for member in self._replicas.members if _may_ask(in_flight, member)]
         if not left:
             return
         lost = [member for member in left if member.session is None]
         self.waits = lost == left
         # Those that are ready have said that they have no room.
-        ready = [member for member in left if member.session is not None]
-        free = [_trouble(in_flight, member).free_at or now for member in ready]
+        free = [_trouble(in_flight, one).free_at for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])
         for member in lost:
             alone = len(lost) == 1 and self._told
@@ -157,7 +153,7 @@ class Failover:
                 # Nor may it still answer what it was asked over an earlier connection.
                 self._quarantine(member, member.quarantined)
         if not lost:
-            time.sleep(max(0.0, until - now))
+            time.sleep(max(0.0, until - time.monotonic()))
         elif self.waits and not self._told:
             self._told = True
             for member in lost:
@@ -189,8 +185,12 @@ class Failover:
             trouble.note_lost(error)
             self._drain(session, error)
         elif code in (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_EXCEEDED):
-            if code is ErrorCode.QUEUE_FULL:
-                trouble.error = ServiceError(error.where, code=code, known=member.queue_limits)
+            if code is ErrorCode.QUEUE_FULL and (said := member.reply) is not None:
+                known = (
+                    f"it queues {said.max_queued_requests} requests and {said.max_queued_bytes}"
+                    " bytes of one client"
+                )
+                trouble.error = ServiceError(error.where, code=code, known=known)
             # What may be over in a moment: it is asked again.
             trouble.pause_s = min(_MAX_BACK_OFF_S, 2 * trouble.pause_s or _BACK_OFF_S)
             trouble.free_at = time.monotonic() + trouble.pause_s
@@ -203,6 +203,7 @@ class Failover:
             self._quarantine(member, error)
         else:
             raise error
+        self.close_drained(session)
 
     def distrust(self, endpoint: str, error: TsqpError) -> None:
         """Ask a service no more in this run. Raises the error if that leaves none.
@@ -217,23 +218,27 @@ class Failover:
         if all(member.quarantined is not None for member in members):
             raise error
 
-    def close_drained(self) -> None:
-        """Close connections of services that are gone and owe us nothing any more."""
-        awaited = {in_flight.session for in_flight in self._replicas.in_flight.values()}
-        for session in [one for one in self._draining.values() if one not in awaited]:
-            self._hang_up(session)
+    def close_drained(self, session: Session | None) -> None:
+        """Close the connection of a service that is gone, if it owes us nothing any more."""
+        if session is None or session.member.session is session:
+            return
+        if session not in self._awaited(session.member):
+            session.connection.close()
+
+    def _awaited(self, member: Member) -> set[Session]:
+        """Return the connections to a service over which replies are waited for."""
+        sessions = {in_flight.session for in_flight in self._replicas.in_flight.values()}
+        return {one for one in sessions if one is not None and one.member is member}
 
     def _drain(self, session: Session, error: TsqpError) -> None:
         """Ask a service nothing new that is about to end; what it has, it may still answer."""
         member = session.member
         if member.session is session:
             member.lose(error)
-            if (earlier := self._draining.get(member)) is not None:
+            for earlier in self._awaited(member) - {session}:
                 # A service that says this over every new connection must not have us hold them all.
                 self._drop(earlier, error)
-            self._draining[member] = session
             member.log("service_draining", error)
-        self.close_drained()
 
     def _drop(self, session: Session, error: TsqpError) -> None:
         """Close a connection; what had arrived over it is kept, the rest has to be sent again.
@@ -254,7 +259,7 @@ class Failover:
                 pass  # lost, which is why this is done
             in_flight.session = None
             _trouble(in_flight, member).note_lost(error)
-        self._hang_up(session)
+        session.connection.close()
         if broken is not None:
             self._quarantine(member, broken)
         elif member.session is session:
@@ -266,18 +271,15 @@ class Failover:
 
         Over whatever connection: one that is draining, or was lost with replies that had come.
         """
+        gone = self._awaited(member)
+        if member.session is not None:
+            gone.add(member.session)
         for in_flight in self._replicas.in_flight.values():
-            if in_flight.session is not None and in_flight.session.member is member:
+            if in_flight.session in gone:
                 in_flight.session = None
-        for session in (member.session, self._draining.get(member)):
-            if session is not None:
-                self._hang_up(session)
+        for session in gone:
+            session.connection.close()
         member.quarantine(error)
-
-    def _hang_up(self, session: Session) -> None:
-        if self._draining.get(session.member) is session:
-            del self._draining[session.member]
-        session.connection.close()
 
     def _require_any(self, in_flight: InFlight) -> None:
         """Raise if no service is left that a request could be sent to, now or later."""
@@ -285,11 +287,11 @@ class Failover:
             raise self._error(in_flight, None)
 
     def _error(self, in_flight: InFlight, timeout_s: float | None) -> TsqpError:
-        said: dict[str, TsqpError] = {}
-        for member in self._replicas.members:
-            error = member.quarantined or _trouble(in_flight, member).error or member.error
-            if error is not None:
-                said[member.endpoint] = error
+        errors = {
+            member.endpoint: member.quarantined or _trouble(in_flight, member).error or member.error
+            for member in self._replicas.members
+        }
+        said = {endpoint: error for endpoint, error in errors.items() if error is not None}
         return aggregate_errors(in_flight.prepared.method, said, timeout_s)
 
 

@@ -100,33 +100,32 @@ class ServiceCheck:
 
         said = vars(reply) | reply.config.model_dump()
         first, last = layers or (0, self._layers - 1)
-        for holds, field, got, expected in (
-            *(
-                (said[name] == ours, name, str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})")
-                for name, ours in self._expected.items()
-            ),
-            (
-                self._arithmetic in reply.arithmetic,
-                "arithmetic",
-                " and ".join(reply.arithmetic) or "none",
-                f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or"
-                " both)",
-            ),
-            (
-                reply.layers[0] <= first and reply.layers[1] >= last,
-                "layers",
-                "{}-{}".format(*reply.layers),
-                f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
-                " --gpu ENDPOINT=LAYERS)",
-            ),
-            (
-                reply.ranks == 1 or not self._whole_layers,
-                "ranks",
-                str(reply.ranks),
-                "1: the policy has segments (gpu-service without --tensor-parallel)",
-            ),
-        ):
-            ModelMismatchError.unless(holds, f"model at {endpoint}: {field}", got, expected)
+
+        def require(holds: bool, name: str, got: str, expected: str) -> None:
+            ModelMismatchError.unless(holds, f"model at {endpoint}: {name}", got, expected)
+
+        for name, ours in self._expected.items():
+            got, expected = str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})"
+            require(said[name] == ours, name, got, expected)
+        require(
+            self._arithmetic in reply.arithmetic,
+            "arithmetic",
+            " and ".join(reply.arithmetic) or "none",
+            f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or both)",
+        )
+        require(
+            reply.layers[0] <= first and reply.layers[1] >= last,
+            "layers",
+            "{}-{}".format(*reply.layers),
+            f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
+            " --gpu ENDPOINT=LAYERS)",
+        )
+        require(
+            reply.ranks == 1 or not self._whole_layers,
+            "ranks",
+            str(reply.ranks),
+            "1: the policy has segments (gpu-service without --tensor-parallel)",
+        )
         return reply
 
 
@@ -187,10 +186,8 @@ class Member:
         self.session: Session | None = None
         self.error: TsqpError | None = None
         self.quarantined: TsqpError | None = None
-        # What it says that it lets one client have waiting, for people.
-        self.queue_limits = ""
-        # By how many processes it says that it computes, for people.
-        self.ranks = 1
+        # What it said of itself in the last handshake, for people.
+        self.reply: InitReply | None = None
         self._group = group
         self._options = options
         self._instances = instances
@@ -249,15 +246,10 @@ class Member:
         if where != self.endpoint:
             raise one_service(where, self.endpoint, 1 if share == group.share else 2)
         connection.limit_messages(reply.max_message_bytes)
-        self.queue_limits = (
-            f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
-            " of one client"
-        )
-        self.ranks = reply.ranks
         channel: Channel = connection
         if options.link is not None:
             channel = options.link(connection, options.timeout_s)
-        self._handshake, self.error = None, None
+        self._handshake, self.error, self.reply = None, None, reply
         self.session = Session(self, connection, channel)
 
     def lose(self, error: TsqpError) -> None:

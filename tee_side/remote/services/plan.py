@@ -1,20 +1,20 @@
 """Which service is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, laid over a model.
 
 Services with the same layers and share stand in for each other. A share's ranges of layers must
-cover the model without overlapping. A service never gets two shares, and no link that shares depend
-on is in the clear unless the operator says so.
+cover the model without overlapping. A service never gets two shares: what policies of two shares
+need beside this is in `tee_side.remote.services.shares`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from protocol.endpoint import is_beyond_loopback, parse_endpoint
+from protocol.endpoint import parse_endpoint
 from protocol.errors import SettingsError
 from protocol.messages import MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
@@ -37,7 +37,8 @@ _HEADER_BYTES = 16 * 1024
 _NORM_BYTES = 512
 
 
-def _require(holds: object, got: object, expected: str) -> None:
+def require(holds: object, got: object, expected: str) -> None:
+    """Raise SettingsError about `--gpu` unless this holds."""
     SettingsError.unless(holds, "--gpu", str(got), expected)
 
 
@@ -57,10 +58,10 @@ class ServiceSpec:
         """
         match = _SUFFIXES.fullmatch(text)
         endpoint, layers, share = match.groups() if match else (text, None, None)
-        _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
+        require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
         # Neither = nor , is in a host, a port, a number or a path of ours.
         no_path = endpoint.startswith(("tcp://", "vsock://", "http://", "https://"))
-        _require(
+        require(
             ",share" not in endpoint and not (no_path and set("=,") & set(endpoint)),
             repr(text),
             "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
@@ -105,52 +106,18 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
         return ()
     uses = f"{needed}, because policy {policy.name} uses"
     uses += " a gpu-service" if needed == 1 else f" {needed} that do not collude"
-    _require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
+    require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
     seen: dict[str, ServiceSpec] = {}
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
             raise one_service(other, spec, needed)
         shared = needed > 1 or spec.share != 2
-        _require(shared, spec, f"no share: policy {policy.name} uses one")
-    said = [spec for spec in specs if spec.share is not None]
+        require(shared, spec, f"no share: policy {policy.name} uses one")
     if needed == 1:
         return tuple(specs)
-    if not said:
-        return _by_position(specs)
-    for spec in specs:
-        expected = "share= for all of them, or for none"
-        _require(spec.share is not None, f"{said[0]} and {spec}", expected)
-    for share in range(1, needed + 1):
-        there = any(spec.share == share for spec in specs)
-        _require(there, f"no service for share {share} beside {said[0]}", uses)
-    return tuple(specs)
+    from tee_side.remote.services.shares import give_shares
 
-
-def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
-    hosts: dict[str, ServiceSpec] = {}
-    found: list[ServiceSpec] = []
-    for spec in specs:
-        alike = [other for other in specs if _overlap(spec.layers, other.layers)]
-        _require(
-            len(alike) <= 2,
-            f"{' and '.join(map(str, alike))} without share=",
-            "share=1 or share=2 for each: services with the same share stand in for each other,"
-            " and belong to one owner",
-        )
-        given = replace(spec, share=1 if alike[0] is spec else 2)
-        found.append(given)
-        if is_beyond_loopback(spec.endpoint):
-            other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), given)
-            _require(
-                other.share == given.share,
-                f"{other.endpoint} and {spec.endpoint} on one host, with a share each",
-                "hosts of two owners, or share= for each where that host is no owner's (a gateway)",
-            )
-    return tuple(found)
-
-
-def _overlap(one: LayerRange | None, other: LayerRange | None) -> bool:
-    return one is None or other is None or one.first in other or other.first in one
+    return give_shares(specs, needed, uses)
 
 
 def plan_services(
@@ -165,7 +132,7 @@ def plan_services(
         layers = spec.layers or LayerRange(0, None)
         last = num_layers - 1 if layers.last is None else layers.last
         within = max(layers.first, last) < num_layers
-        _require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
+        require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
         groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
     ordered = sorted(groups.items())
     end = (num_layers, num_layers, "the model's end")
@@ -174,14 +141,14 @@ def plan_services(
         parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == share]
         begin, before = 0, "the model's first layer"
         for first, last, named in (*parts, end):
-            _require(
+            require(
                 first <= begin,
                 f"no service for layers {LayerRange(begin, first - 1)}, between {before} and"
                 f" {named}",
                 f"each of the layers 0-{num_layers - 1}, for each share",
             )
             overlap = f"{before} and {named}, which overlap"
-            _require(first >= begin, overlap, "the same layers, or none in common")
+            require(first >= begin, overlap, "the same layers, or none in common")
             begin, before = last + 1, str(named)
     return tuple(
         ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
@@ -209,7 +176,7 @@ def check_links(
             from protocol.curve import require_zmq_keys
 
             require_zmq_keys(spec.endpoint)
-        _require(
+        require(
             own is not None or not attested,
             f"{spec.endpoint} without keys",
             "--identity and --service-key: the key of its link is in its evidence",
@@ -222,36 +189,9 @@ def check_links(
     )
     if policy.services < 2:
         return True
-    holders: dict[bytes, ServiceSpec] = {}
-    secured = True
-    for spec, own in zip(specs, keys, strict=True):
-        if spec.endpoint.startswith("https://"):
-            # What ends TLS there has one key, however many paths and services are behind it.
-            ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
-            other = holders.setdefault(ends_at, spec)
-            got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
-            _require(other.share == spec.share, got, "hosts of two owners")
-        elif own is not None:
-            other = holders.setdefault(own.service, spec)
-            SettingsError.unless(
-                other.share == spec.share,
-                "--service-key",
-                f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                "one --service-key for each --gpu, and different keys for different"
-                " shares: services that do not collude share no key",
-            )
-        else:
-            secured = False
-            to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
-            leaves = is_beyond_loopback(spec.endpoint) or to_host
-            _require(
-                shares_in_the_clear and not leaves,
-                f"{spec.endpoint} without keys",
-                "--identity and --service-key (tcp:// and ipc:// can have them): an observer of all"
-                f" links of policy {policy.name} adds the shares and reads prompt and answer"
-                + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
-            )
-    return secured
+    from tee_side.remote.services.shares import keep_apart
+
+    return keep_apart(specs, keys, policy.name, shares_in_the_clear=shares_in_the_clear)
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:

@@ -78,19 +78,20 @@ class Replicas(Channel):
     def wait(self, request_id: int) -> Exchange:
         """See `Channel.wait`."""
         in_flight = self.in_flight[request_id]
+        session = in_flight.session
         try:
             while True:
-                session = in_flight.session
                 if session is not None:
                     try:
                         return session.channel.wait(in_flight.inner_id)
                     except TsqpError as error:
                         self._failover().note(in_flight, session, error)
                 self._failover().resend(in_flight)
+                session = in_flight.session
         finally:
             del self.in_flight[request_id]
             if self._failed is not None:
-                self._failed.close_drained()
+                self._failed.close_drained(session)
 
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
@@ -98,7 +99,7 @@ class Replicas(Channel):
         if in_flight is not None and in_flight.session is not None:
             in_flight.session.channel.abandon(in_flight.inner_id)
             if self._failed is not None:
-                self._failed.close_drained()
+                self._failed.close_drained(in_flight.session)
 
     def distrust(self, exchange: Exchange, error: TsqpError) -> None:
         """See `Channel.distrust`. Its endpoint is not asked again in this run."""
@@ -116,9 +117,8 @@ class Replicas(Channel):
 
     def close(self) -> None:
         """See `Channel.close`."""
-        self.in_flight.clear()
-        if self._failed is not None:
-            self._failed.close_drained()
+        for request_id in list(self.in_flight):
+            self.abandon(request_id)
         for member in self.members:
             member.close()
 
