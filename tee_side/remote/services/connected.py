@@ -67,15 +67,14 @@ class Services:
         endpoints) in any case, DeadlineExceededError and EndpointError where no other stands in.
         """
         deadline = time.monotonic() + timeout_s
-        grace, tell = deadline, time.monotonic() + TELL_S
+        tell = time.monotonic() + TELL_S
         late = False
         members = [(group, member) for group in self._groups for member in group.members]
         while (missing := [pair for pair in members if pair[1].session is None]) and not late:
             enough = all(group.is_ready for group in self._groups)
             if enough:
-                grace = min(grace, time.monotonic() + _GRACE_S)
-            until = grace if enough else deadline
-            now = time.monotonic()
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            until, now = deadline, time.monotonic()
             if late := now >= until:
                 # What has come while this process was stopped was not looked at yet.
                 until = now + TURN_S

@@ -110,15 +110,12 @@ class Failover:
         left_s = in_flight.deadline - now
         if left_s <= 0:
             return
-
-        def free_at(member: Member) -> float:
-            return _trouble(in_flight, member).free_at
-
         for member in sorted(
-            self._replicas.members, key=lambda one: (free_at(one) > 0, one is not current)
+            self._replicas.members,
+            key=lambda one: (_trouble(in_flight, one).free_at > 0, one is not current),
         ):
-            session = member.session
-            if session is None or not _may_ask(in_flight, member) or free_at(member) > now:
+            session, is_free = member.session, _trouble(in_flight, member).free_at <= now
+            if session is None or not _may_ask(in_flight, member) or not is_free:
                 continue
             try:
                 in_flight.inner_id = session.channel.start(

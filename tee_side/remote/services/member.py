@@ -167,6 +167,7 @@ class Session:
     channel: Channel
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """A service of a group, and the state of our relations with it.
 
@@ -174,27 +175,20 @@ class Member:
     quarantined for the rest of the run (`quarantined` says why).
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        group: ReplicaGroup,
-        options: ConnectOptions,
-        instances: Instances,
-        total: Traffic,
-    ) -> None:
-        self.endpoint = endpoint
-        self.session: Session | None = None
-        self.error: TsqpError | None = None
-        self.quarantined: TsqpError | None = None
-        # What it said of itself in the last handshake, for people.
-        self.reply: InitReply | None = None
-        self._group = group
-        self._options = options
-        self._instances = instances
-        self._total = total
-        # A connection on which Init was asked, until when its answer is waited for, and its nonce.
-        self._handshake: tuple[PendingChannel, int, float, bytes] | None = None
-        self._next_attempt = 0.0
+    endpoint: str
+    group: ReplicaGroup
+    options: ConnectOptions
+    instances: Instances
+    # Of all services together.
+    traffic: Traffic
+    session: Session | None = None
+    error: TsqpError | None = None
+    quarantined: TsqpError | None = None
+    # What it said of itself in the last handshake, for people.
+    reply: InitReply | None = None
+    # A connection on which Init was asked, until when its answer is waited for, and its nonce.
+    _handshake: tuple[PendingChannel, int, float, bytes] | None = None
+    _next_attempt: float = 0.0
 
     def try_connect(self, until: float) -> bool:
         """Try to connect and to pass the handshake, until then; True once that is done.
@@ -215,7 +209,7 @@ class Member:
         return self.session is not None
 
     def _try_connect(self, until: float) -> None:
-        options, group = self._options, self._group
+        options, group = self.options, self.group
         if self._handshake is None:
             now = time.monotonic()
             if now < self._next_attempt:
@@ -226,7 +220,7 @@ class Member:
             # Whatever goes wrong from here on closes it.
             self._handshake = connection, 0, now, b""
             connection.use_one_connection()
-            connection.traffic = self._total
+            connection.traffic = self.traffic
             attested = options.appraise is not None
             within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
             nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
@@ -242,13 +236,12 @@ class Member:
         if options.appraise is not None:
             options.appraise(self.endpoint, reply.statement, nonce)
         here = (group.share, self.endpoint)
-        share, where = self._instances.setdefault(reply.instance_id, here)
+        share, where = self.instances.setdefault(reply.instance_id, here)
         if where != self.endpoint:
             raise one_service(where, self.endpoint, 1 if share == group.share else 2)
         connection.limit_messages(reply.max_message_bytes)
-        channel: Channel = connection
-        if options.link is not None:
-            channel = options.link(connection, options.timeout_s)
+        link, timeout_s = options.link, options.timeout_s
+        channel = connection if link is None else link(connection, timeout_s)
         self._handshake, self.error, self.reply = None, None, reply
         self.session = Session(self, connection, channel)
 

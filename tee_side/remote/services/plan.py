@@ -1,20 +1,20 @@
 """Which service is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, laid over a model.
 
 Services with the same layers and share stand in for each other. A share's ranges of layers must
-cover the model without overlapping. A service never gets two shares: what policies of two shares
-need beside this is in `tee_side.remote.services.shares`.
+cover the model without overlapping. A service never gets two shares, and no link that shares depend
+on is in the clear unless the operator says so.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from protocol.endpoint import parse_endpoint
+from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import SettingsError
 from protocol.messages import MAX_STATEMENT_BYTES
 from protocol.model.config import ModelConfig
@@ -30,6 +30,7 @@ WITHOUT_COLUMNS = (
     " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
     " ENDPOINT=LAYERS)"
 )
+_ALL_LAYERS = LayerRange(0, None)
 _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
 # A header with its method, dtypes and shapes, and the lengths and padding around frames.
 _HEADER_BYTES = 16 * 1024
@@ -37,17 +38,16 @@ _HEADER_BYTES = 16 * 1024
 _NORM_BYTES = 512
 
 
-def require(holds: object, got: object, expected: str) -> None:
-    """Raise SettingsError about `--gpu` unless this holds."""
+def _require(holds: object, got: object, expected: str) -> None:
     SettingsError.unless(holds, "--gpu", str(got), expected)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said."""
+    """One `--gpu`. `share`: 1 or 2, None where it is not said."""
 
     endpoint: str
-    layers: LayerRange | None = None
+    layers: LayerRange = _ALL_LAYERS
     share: int | None = None
 
     @staticmethod
@@ -58,10 +58,10 @@ class ServiceSpec:
         """
         match = _SUFFIXES.fullmatch(text)
         endpoint, layers, share = match.groups() if match else (text, None, None)
-        require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
+        _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
         # Neither = nor , is in a host, a port, a number or a path of ours.
         no_path = endpoint.startswith(("tcp://", "vsock://", "http://", "https://"))
-        require(
+        _require(
             ",share" not in endpoint and not (no_path and set("=,") & set(endpoint)),
             repr(text),
             "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
@@ -70,11 +70,11 @@ class ServiceSpec:
         with SettingsError.instead_of(
             ValueError, "--gpu", repr(text), "a range that runs forwards"
         ):
-            found = LayerRange.parse(layers) if layers else None
+            found = LayerRange.parse(layers) if layers else _ALL_LAYERS
         return ServiceSpec(endpoint, found, int(share) if share else None)
 
     def __str__(self) -> str:
-        layers = "" if self.layers is None else f"={self.layers}"
+        layers = "" if self.layers == _ALL_LAYERS else f"={self.layers}"
         share = "" if self.share is None else f",share={self.share}"
         return f"{self.endpoint}{layers}{share}"
 
@@ -104,20 +104,50 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
     needed = policy.services
     if not needed:
         return ()
-    uses = f"{needed}, because policy {policy.name} uses"
-    uses += " a gpu-service" if needed == 1 else f" {needed} that do not collude"
-    require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
+    used = "a gpu-service" if needed == 1 else f"{needed} that do not collude"
+    uses = f"{needed}, because policy {policy.name} uses {used}"
+    _require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
     seen: dict[str, ServiceSpec] = {}
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
             raise one_service(other, spec, needed)
         shared = needed > 1 or spec.share != 2
-        require(shared, spec, f"no share: policy {policy.name} uses one")
+        _require(shared, spec, f"no share: policy {policy.name} uses one")
+    said = [spec for spec in specs if spec.share is not None]
     if needed == 1:
         return tuple(specs)
-    from tee_side.remote.services.shares import give_shares
+    if not said:
+        return _by_position(specs)
+    for spec in specs:
+        expected = "share= for all of them, or for none"
+        _require(spec.share is not None, f"{said[0]} and {spec}", expected)
+    for share in range(1, needed + 1):
+        got = f"no service for share {share} beside {said[0]}"
+        _require(any(spec.share == share for spec in specs), got, uses)
+    return tuple(specs)
 
-    return give_shares(specs, needed, uses)
+
+def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
+    hosts: dict[str, ServiceSpec] = {}
+    found: list[ServiceSpec] = []
+    for spec in specs:
+        alike = [other for other in specs if spec.layers.overlaps(other.layers)]
+        _require(
+            len(alike) <= 2,
+            f"{' and '.join(map(str, alike))} without share=",
+            "share=1 or share=2 for each: services with the same share stand in for each other,"
+            " and belong to one owner",
+        )
+        given = replace(spec, share=1 if alike[0] is spec else 2)
+        found.append(given)
+        if is_beyond_loopback(spec.endpoint):
+            other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), given)
+            _require(
+                other.share == given.share,
+                f"{other.endpoint} and {spec.endpoint} on one host, with a share each",
+                "hosts of two owners, or share= for each where that host is no owner's (a gateway)",
+            )
+    return tuple(found)
 
 
 def plan_services(
@@ -129,11 +159,11 @@ def plan_services(
     """
     groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
     for spec in assign_shares(specs, policy):
-        layers = spec.layers or LayerRange(0, None)
-        last = num_layers - 1 if layers.last is None else layers.last
-        within = max(layers.first, last) < num_layers
-        require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
-        groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
+        first, last = spec.layers.first, spec.layers.last
+        last = num_layers - 1 if last is None else last
+        within = f"layers within 0-{num_layers - 1}, the model's"
+        _require(max(first, last) < num_layers, spec, within)
+        groups.setdefault((spec.share or 1, first, last), []).append(spec)
     ordered = sorted(groups.items())
     end = (num_layers, num_layers, "the model's end")
     for share in range(1, policy.services + 1):
@@ -141,14 +171,14 @@ def plan_services(
         parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == share]
         begin, before = 0, "the model's first layer"
         for first, last, named in (*parts, end):
-            require(
+            _require(
                 first <= begin,
                 f"no service for layers {LayerRange(begin, first - 1)}, between {before} and"
                 f" {named}",
                 f"each of the layers 0-{num_layers - 1}, for each share",
             )
             overlap = f"{before} and {named}, which overlap"
-            require(first >= begin, overlap, "the same layers, or none in common")
+            _require(first >= begin, overlap, "the same layers, or none in common")
             begin, before = last + 1, str(named)
     return tuple(
         ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
@@ -176,7 +206,7 @@ def check_links(
             from protocol.curve import require_zmq_keys
 
             require_zmq_keys(spec.endpoint)
-        require(
+        _require(
             own is not None or not attested,
             f"{spec.endpoint} without keys",
             "--identity and --service-key: the key of its link is in its evidence",
@@ -189,9 +219,36 @@ def check_links(
     )
     if policy.services < 2:
         return True
-    from tee_side.remote.services.shares import keep_apart
-
-    return keep_apart(specs, keys, policy.name, shares_in_the_clear=shares_in_the_clear)
+    holders: dict[bytes, ServiceSpec] = {}
+    secured = True
+    for spec, own in zip(specs, keys, strict=True):
+        if spec.endpoint.startswith("https://"):
+            # What ends TLS there has one key, however many paths and services are behind it.
+            ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
+            other = holders.setdefault(ends_at, spec)
+            got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
+            _require(other.share == spec.share, got, "hosts of two owners")
+        elif own is not None:
+            other = holders.setdefault(own.service, spec)
+            SettingsError.unless(
+                other.share == spec.share,
+                "--service-key",
+                f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
+                "one --service-key for each --gpu, and different keys for different"
+                " shares: services that do not collude share no key",
+            )
+        else:
+            secured = False
+            to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
+            leaves = is_beyond_loopback(spec.endpoint) or to_host
+            _require(
+                shares_in_the_clear and not leaves,
+                f"{spec.endpoint} without keys",
+                "--identity and --service-key (tcp:// and ipc:// can have them): an observer of all"
+                f" links of policy {policy.name} adds the shares and reads prompt and answer"
+                + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
+            )
+    return secured
 
 
 def one_service(first: object, second: object, shares: int = 2) -> SettingsError:

@@ -117,8 +117,10 @@ class Replicas(Channel):
 
     def close(self) -> None:
         """See `Channel.close`."""
-        for request_id in list(self.in_flight):
-            self.abandon(request_id)
+        for in_flight in self.in_flight.values():
+            if in_flight.session is not None:
+                in_flight.session.connection.close()
+        self.in_flight.clear()
         for member in self.members:
             member.close()
 
