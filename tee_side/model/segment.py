@@ -188,22 +188,25 @@ class SegmentCall:
 
         Which it lost it does not say. One that does so again and again is not asked first any more.
         """
-        where = self._channel.endpoint
+        where = f"keys and values at {self._channel.endpoint}"
         caches = {chunk.cache: None for chunk in batch.chunks}
         if error.code is ErrorCode.SESSIONS_FULL:
-            got = f"{len(caches)} sequences, for which it has no memory"
-            expected = "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)"
-            return LimitError(f"keys and values at {where}", got=got, expected=expected)
+            return LimitError(
+                where,
+                f"{len(caches)} sequences, for which it has no memory",
+                "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)",
+            )
         if error.code is not ErrorCode.UNKNOWN_SESSION:
             return error
-        got = "none of a sequence, which begins anew"
-        expected = "all so far (gpu-service --sessions-mib, --session-ttl-s)"
-        lost = SessionLostError(f"keys and values at {where}", got=got, expected=expected)
         for cache in caches:
             cache.lose()
         if isinstance(self._channel, Replicas) and max(c.losses for c in caches) >= _MOST_LOSSES:
             self._channel.turn_away()
-        return lost
+        return SessionLostError(
+            where,
+            "none of a sequence, which begins anew",
+            "all so far (gpu-service --sessions-mib, --session-ttl-s)",
+        )
 
 
 def _part(chunk: Chunk, session: bytes) -> bytes:

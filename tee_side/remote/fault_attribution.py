@@ -136,9 +136,9 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
         return ""
     now, endpoint = time.monotonic(), liar.exchange.endpoint
     said = next((one.reply for one in channel.members if one.endpoint == endpoint), None)
-    ranks = 1 if said is None else said.ranks
-    if ranks == 1 or liar.request.method == EmbeddingRequest.method:
+    if said is None or said.ranks == 1 or liar.request.method == EmbeddingRequest.method:
         return ""
+    ranks = said.ranks
     claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
     until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
     try:

@@ -140,8 +140,7 @@ class Failover:
         free = [_trouble(in_flight, one).free_at for one in left if one.session is not None]
         until = min([*free, in_flight.deadline])
         for member in lost:
-            alone = len(lost) == 1 and self._told
-            turn = until if alone else min(until, time.monotonic() + TURN_S)
+            turn = until if len(lost) == 1 and self._told else min(until, time.monotonic() + TURN_S)
             if member.try_connect(turn):
                 self._told = False
                 member.log("service_ready")
@@ -215,24 +214,22 @@ class Failover:
         if all(member.quarantined is not None for member in members):
             raise error
 
-    def close_drained(self, session: Session | None) -> None:
+    def close_drained(self, session: Session) -> None:
         """Close the connection of a service that is gone, if it owes us nothing any more."""
-        if session is None or session.member.session is session:
-            return
-        if session not in self._awaited(session.member):
+        if session not in self._connections(session.member):
             session.connection.close()
 
-    def _awaited(self, member: Member) -> set[Session]:
-        """Return the connections to a service over which replies are waited for."""
-        sessions = {in_flight.session for in_flight in self._replicas.in_flight.values()}
-        return {one for one in sessions if one is not None and one.member is member}
+    def _connections(self, member: Member) -> set[Session]:
+        """Return the connection that a service is asked over, and those it may still answer on."""
+        waiting = [in_flight.session for in_flight in self._replicas.in_flight.values()]
+        return {one for one in (member.session, *waiting) if one and one.member is member}
 
     def _drain(self, session: Session, error: TsqpError) -> None:
         """Ask a service nothing new that is about to end; what it has, it may still answer."""
         member = session.member
         if member.session is session:
             member.lose(error)
-            for earlier in self._awaited(member) - {session}:
+            for earlier in self._connections(member) - {session}:
                 # A service that says this over every new connection must not have us hold them all.
                 self._drop(earlier, error)
             member.log("service_draining", error)
@@ -268,9 +265,7 @@ class Failover:
 
         Over whatever connection: one that is draining, or was lost with replies that had come.
         """
-        gone = self._awaited(member)
-        if member.session is not None:
-            gone.add(member.session)
+        gone = self._connections(member)
         for in_flight in self._replicas.in_flight.values():
             if in_flight.session in gone:
                 in_flight.session = None

@@ -225,8 +225,9 @@ class Member:
             within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
             nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
             give_up = time.monotonic() + within_s
-            request = InitRequest(nonce=nonce)
-            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
+            request_id = connection.submit(
+                InitRequest(nonce=nonce), within_s, send_within_s=_CONNECT_S
+            )
             self._handshake = connection, request_id, give_up, nonce
         connection, request_id, give_up, nonce = self._handshake
         if not connection.arrived(request_id, until) and time.monotonic() < give_up:
@@ -235,13 +236,12 @@ class Member:
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
             options.appraise(self.endpoint, reply.statement, nonce)
-        here = (group.share, self.endpoint)
-        share, where = self.instances.setdefault(reply.instance_id, here)
+        share, where = self.instances.setdefault(reply.instance_id, (group.share, self.endpoint))
         if where != self.endpoint:
             raise one_service(where, self.endpoint, 1 if share == group.share else 2)
         connection.limit_messages(reply.max_message_bytes)
-        link, timeout_s = options.link, options.timeout_s
-        channel = connection if link is None else link(connection, timeout_s)
+        link = options.link
+        channel = connection if link is None else link(connection, options.timeout_s)
         self._handshake, self.error, self.reply = None, None, reply
         self.session = Session(self, connection, channel)
 

@@ -111,8 +111,7 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
             raise one_service(other, spec, needed)
-        shared = needed > 1 or spec.share != 2
-        _require(shared, spec, f"no share: policy {policy.name} uses one")
+        _require(needed > 1 or spec.share != 2, spec, f"no share: policy {policy.name} uses one")
     said = [spec for spec in specs if spec.share is not None]
     if needed == 1:
         return tuple(specs)
@@ -239,8 +238,9 @@ def check_links(
             )
         else:
             secured = False
-            to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
-            leaves = is_beyond_loopback(spec.endpoint) or to_host
+            leaves = is_beyond_loopback(spec.endpoint) or spec.endpoint.startswith(
+                ("vsock:", "ivshmem:")
+            )
             _require(
                 shares_in_the_clear and not leaves,
                 f"{spec.endpoint} without keys",
@@ -283,8 +283,8 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
             numbers = config.row_layout(operator)[1][0]
             itemsize = torch.int32.itemsize if policy.arithmetic == "int8" else itemsize
         sizes.append(MaskRules(placement.mask).most_rows(step_tokens) * numbers * itemsize)
-    attested = policy.service.attested != "none"
-    return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
+    statement = 0 if policy.service.attested == "none" else MAX_STATEMENT_BYTES
+    return max(sizes) + _HEADER_BYTES + statement
 
 
 def init_reply_bytes(config: ModelConfig) -> int:

@@ -90,7 +90,7 @@ class Replicas(Channel):
                 session = in_flight.session
         finally:
             del self.in_flight[request_id]
-            if self._failed is not None:
+            if self._failed is not None and session is not None:
                 self._failed.close_drained(session)
 
     def abandon(self, request_id: int) -> None:
