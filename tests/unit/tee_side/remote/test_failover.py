@@ -51,8 +51,7 @@ MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected=
 
 
 def _lone(world: World) -> tuple[FakeService, Any]:
-    (service,) = world.add("a")
-    return service, world.replicas("a")
+    return (*world.add("a"), world.replicas("a"))
 
 
 def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
@@ -239,6 +238,7 @@ def test_a_request_that_ends_every_connection_is_given_up(
         for request_id in [replicas.start(*ask(value)) for value in range(8)]:
             with pytest.raises(ServiceError):
                 replicas.wait(request_id)
+            replicas.start(*ask())
     assert world.most_open <= 2
     # It is about that request alone.
     a.answers.clear()
