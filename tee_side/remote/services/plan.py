@@ -118,8 +118,7 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
     if not said:
         return _by_position(specs)
     for spec in specs:
-        expected = "share= for all of them, or for none"
-        _require(spec.share is not None, f"{said[0]} and {spec}", expected)
+        _require(spec.share, f"{said[0]} and {spec}", "share= for all of them, or for none")
     for share in range(1, needed + 1):
         got = f"no service for share {share} beside {said[0]}"
         _require(any(spec.share == share for spec in specs), got, uses)
