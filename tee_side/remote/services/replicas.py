@@ -90,8 +90,8 @@ class Replicas(Channel):
                 session = in_flight.session
         finally:
             del self.in_flight[request_id]
-            if self._failed is not None and session is not None:
-                self._failed.close_drained(session)
+            if session is not None and session.member.session is not session:
+                self._failover().close_drained(session)
 
     def abandon(self, request_id: int) -> None:
         """See `Channel.abandon`."""
