@@ -101,6 +101,10 @@ class LayerRange:
     def __contains__(self, layer: int) -> bool:
         return self.first <= layer and (self.last is None or layer <= self.last)
 
+    def overlaps(self, other: LayerRange) -> bool:
+        """Say whether the two have a layer in common."""
+        return self.first in other or other.first in self
+
     def __str__(self) -> str:
         if self.last == self.first:
             return str(self.first)

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import torch
@@ -73,15 +74,11 @@ class Sessions:
 
 def cut(segment: Segment, channels_at: ChannelsAt) -> list[Segment]:
     """Cut a segment where another service has the next layer."""
-    starts = [
-        layer
-        for layer in range(segment.first, segment.last + 1)
-        if layer == segment.first or channels_at(layer)[0] is not channels_at(layer - 1)[0]
-    ]
-    ends = [*(start - 1 for start in starts[1:]), segment.last]
+    layers = range(segment.first, segment.last + 1)
+    parts = [list(part) for _, part in groupby(layers, lambda layer: id(channels_at(layer)[0]))]
     return [
-        segment._replace(first=first, last=last, head=segment.head and last == segment.last)
-        for first, last in zip(starts, ends, strict=True)
+        segment._replace(first=part[0], last=part[-1], head=segment.head and part is parts[-1])
+        for part in parts
     ]
 
 
@@ -192,22 +189,25 @@ class SegmentCall:
 
         Which it lost it does not say. One that does so again and again is not asked first any more.
         """
-        where = self._channel.endpoint
+        where = f"keys and values at {self._channel.endpoint}"
         caches = {chunk.cache: None for chunk in batch.chunks}
         if error.code is ErrorCode.SESSIONS_FULL:
-            got = f"{len(caches)} sequences, for which it has no memory"
-            expected = "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)"
-            return LimitError(f"keys and values at {where}", got=got, expected=expected)
+            return LimitError(
+                where,
+                f"{len(caches)} sequences, for which it has no memory",
+                "fewer, or shorter ones (gpu-service --sessions-mib, --session-client-mib)",
+            )
         if error.code is not ErrorCode.UNKNOWN_SESSION:
             return error
-        got = "none of a sequence, which begins anew"
-        expected = "all so far (gpu-service --sessions-mib, --session-ttl-s)"
-        lost = SessionLostError(f"keys and values at {where}", got=got, expected=expected)
         for cache in caches:
             cache.lose()
         if isinstance(self._channel, Replicas) and max(c.losses for c in caches) >= _MOST_LOSSES:
             self._channel.turn_away()
-        return lost
+        return SessionLostError(
+            where,
+            "none of a sequence, which begins anew",
+            "all so far (gpu-service --sessions-mib, --session-ttl-s)",
+        )
 
 
 def _part(chunk: Chunk, session: bytes) -> bytes:

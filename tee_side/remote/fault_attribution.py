@@ -135,9 +135,11 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
     channel = liar.channel
     if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
-    now, ranks = time.monotonic(), channel.ranks(liar.exchange)
-    if ranks == 1 or liar.request.method == EmbeddingRequest.method:
+    now, endpoint = time.monotonic(), liar.exchange.endpoint
+    said = next((one.reply for one in channel.members if one.endpoint == endpoint), None)
+    if said is None or said.ranks == 1 or liar.request.method == EmbeddingRequest.method:
         return ""
+    ranks = said.ranks
     claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
     until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
     try:
@@ -190,12 +192,10 @@ def _in_time(blocks: Blocks, rows: int, is_over: Callable[[], bool]) -> Blocks:
     for columns, weight_nI in blocks:
         step = max(1, _MULTIPLICATIONS // max(1, rows * weight_nI.shape[1]))
         for start in range(0, len(weight_nI), step):
-            if start:
-                _require_time(is_over)
             part = weight_nI[start : start + step]
             begin = columns.start + start
             yield slice(begin, begin + len(part)), part
-        _require_time(is_over)  # before the next is read
+            _require_time(is_over)  # before the next is computed, or read
 
 
 def _require_time(is_over: Callable[[], bool]) -> None:

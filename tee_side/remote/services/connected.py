@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from protocol.channel import Channel
 from protocol.errors import AbsentError, DeadlineExceededError, EndpointError
 from protocol.prepared import Traffic
-from tee_side.remote.services.member import ConnectOptions, Instances, Member
+from tee_side.remote.services.member import TURN_S, ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
-from tee_side.remote.services.replicas import (
-    TELL_S,
-    TURN_S,
-    Replicas,
-    aggregate_errors,
-    log_waiting,
-    warn,
-)
+from tee_side.remote.services.replicas import Replicas
 
+# A start that takes longer says what it waits for.
+TELL_S = 1.0
 # How long a start waits for services that others stand in for.
 _GRACE_S = 1.0
 
@@ -72,21 +67,20 @@ class Services:
         endpoints) in any case, DeadlineExceededError and EndpointError where no other stands in.
         """
         deadline = time.monotonic() + timeout_s
-        grace, tell = deadline, time.monotonic() + TELL_S
+        tell = time.monotonic() + TELL_S
         late = False
         members = [(group, member) for group in self._groups for member in group.members]
         while (missing := [pair for pair in members if pair[1].session is None]) and not late:
             enough = all(group.is_ready for group in self._groups)
             if enough:
-                grace = min(grace, time.monotonic() + _GRACE_S)
-            until = grace if enough else deadline
-            now = time.monotonic()
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            until, now = deadline, time.monotonic()
             if late := now >= until:
                 # What has come while this process was stopped was not looked at yet.
                 until = now + TURN_S
             for group, member in missing:
                 turn = until if len(missing) == 1 else min(until, time.monotonic() + TURN_S)
-                group.try_connect(member, min(turn, tell))
+                member.try_connect(min(turn, tell))
                 if member.quarantined is not None:
                     raise member.quarantined
                 may_come = len(group.members) > 1 or isinstance(member.error, AbsentError)
@@ -96,16 +90,18 @@ class Services:
                 tell = math.inf
                 for group, member in missing:
                     if not group.is_ready:
-                        log_waiting(member.endpoint, deadline, "--connect-timeout-s")
+                        member.log_waiting(deadline, "--connect-timeout-s")
         for group in self._groups:
             if not group.is_ready:
+                from tee_side.remote.services.failover import aggregate_errors  # as `replicas` does
+
                 errors = {one.endpoint: one.error or _silent(one.endpoint) for one in group.members}
                 # A lone one that has said what is wrong is not said to be late.
                 silent = any(isinstance(one, DeadlineExceededError) for one in errors.values())
                 waited_s = timeout_s if silent or len(errors) > 1 else None
                 raise aggregate_errors("Init", errors, waited_s)
         for _, member in missing:
-            warn("service_missing", member, member.error or _silent(member.endpoint))
+            member.log("service_missing", member.error or _silent(member.endpoint))
 
     def close(self) -> None:
         """Disconnect from all."""

@@ -7,6 +7,7 @@ the service computes: it can answer all of this correctly and lie afterwards.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -31,6 +32,10 @@ from tee_side.remote.services.plan import ReplicaGroup, one_service
 if TYPE_CHECKING:
     from tee_side.protect.masks.research import TransformKey
 
+log = logging.getLogger("tee_side")
+
+# How long one lost service is tried before the next one is, where several are.
+TURN_S = 0.05
 # A handshake that is not answered by then is begun again, over a new connection.
 _HANDSHAKE_S = 5.0
 # Hardware takes its time for evidence.
@@ -97,33 +102,32 @@ class ServiceCheck:
 
         said = vars(reply) | reply.config.model_dump()
         first, last = layers or (0, self._layers - 1)
-        for holds, field, got, expected in (
-            *(
-                (said[name] == ours, name, str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})")
-                for name, ours in self._expected.items()
-            ),
-            (
-                self._arithmetic in reply.arithmetic,
-                "arithmetic",
-                " and ".join(reply.arithmetic) or "none",
-                f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or"
-                " both)",
-            ),
-            (
-                reply.layers[0] <= first and reply.layers[1] >= last,
-                "layers",
-                "{}-{}".format(*reply.layers),
-                f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
-                " --gpu ENDPOINT=LAYERS)",
-            ),
-            (
-                reply.ranks == 1 or not self._whole_layers,
-                "ranks",
-                str(reply.ranks),
-                "1: the policy has segments (gpu-service without --tensor-parallel)",
-            ),
-        ):
-            ModelMismatchError.unless(holds, f"model at {endpoint}: {field}", got, expected)
+
+        def require(holds: bool, name: str, got: str, expected: str) -> None:
+            ModelMismatchError.unless(holds, f"model at {endpoint}: {name}", got, expected)
+
+        for name, ours in self._expected.items():
+            got, expected = str(said[name])[:16], f"{str(ours)[:16]} ({self._hint})"
+            require(said[name] == ours, name, got, expected)
+        require(
+            self._arithmetic in reply.arithmetic,
+            "arithmetic",
+            " and ".join(reply.arithmetic) or "none",
+            f"{self._arithmetic} (start gpu-service with --arithmetic {self._arithmetic} or both)",
+        )
+        require(
+            reply.layers[0] <= first and reply.layers[1] >= last,
+            "layers",
+            "{}-{}".format(*reply.layers),
+            f"{first}-{last}, which it is to be asked for (gpu-service --layers, tee-runner"
+            " --gpu ENDPOINT=LAYERS)",
+        )
+        require(
+            reply.ranks == 1 or not self._whole_layers,
+            "ranks",
+            str(reply.ranks),
+            "1: the policy has segments (gpu-service without --tensor-parallel)",
+        )
         return reply
 
 
@@ -165,6 +169,7 @@ class Session:
     channel: Channel
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """A service of a group, and the state of our relations with it.
 
@@ -172,29 +177,20 @@ class Member:
     quarantined for the rest of the run (`quarantined` says why).
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        group: ReplicaGroup,
-        options: ConnectOptions,
-        instances: Instances,
-        total: Traffic,
-    ) -> None:
-        self.endpoint = endpoint
-        self.session: Session | None = None
-        self.error: TsqpError | None = None
-        self.quarantined: TsqpError | None = None
-        # What it says that it lets one client have waiting, for people.
-        self.queue_limits = ""
-        # By how many processes it says that it computes, for people.
-        self.ranks = 1
-        self._group = group
-        self._options = options
-        self._instances = instances
-        self._total = total
-        # A connection on which Init was asked, until when its answer is waited for, and its nonce.
-        self._handshake: tuple[PendingChannel, int, float, bytes] | None = None
-        self._next_attempt = 0.0
+    endpoint: str
+    group: ReplicaGroup
+    options: ConnectOptions
+    instances: Instances
+    # Of all services together.
+    traffic: Traffic
+    session: Session | None = None
+    error: TsqpError | None = None
+    quarantined: TsqpError | None = None
+    # What it said of itself in the last handshake, for people.
+    reply: InitReply | None = None
+    # A connection on which Init was asked, until when its answer is waited for, and its nonce.
+    _handshake: tuple[PendingChannel, int, float, bytes] | None = None
+    _next_attempt: float = 0.0
 
     def try_connect(self, until: float) -> bool:
         """Try to connect and to pass the handshake, until then; True once that is done.
@@ -215,7 +211,7 @@ class Member:
         return self.session is not None
 
     def _try_connect(self, until: float) -> None:
-        options, group = self._options, self._group
+        options, group = self.options, self.group
         if self._handshake is None:
             now = time.monotonic()
             if now < self._next_attempt:
@@ -226,13 +222,14 @@ class Member:
             # Whatever goes wrong from here on closes it.
             self._handshake = connection, 0, now, b""
             connection.use_one_connection()
-            connection.traffic = self._total
+            connection.traffic = self.traffic
             attested = options.appraise is not None
             within_s = _ATTESTED_HANDSHAKE_S if attested else _HANDSHAKE_S
             nonce = secrets.token_bytes(NONCE_BYTES) if attested else b""
             give_up = time.monotonic() + within_s
-            request = InitRequest(nonce=nonce)
-            request_id = connection.submit(request, within_s, send_within_s=_CONNECT_S)
+            request_id = connection.submit(
+                InitRequest(nonce=nonce), within_s, send_within_s=_CONNECT_S
+            )
             self._handshake = connection, request_id, give_up, nonce
         connection, request_id, give_up, nonce = self._handshake
         if not connection.arrived(request_id, until) and time.monotonic() < give_up:
@@ -241,20 +238,13 @@ class Member:
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
             options.appraise(self.endpoint, reply.statement, nonce)
-        here = (group.share, self.endpoint)
-        share, where = self._instances.setdefault(reply.instance_id, here)
+        share, where = self.instances.setdefault(reply.instance_id, (group.share, self.endpoint))
         if where != self.endpoint:
             raise one_service(where, self.endpoint, 1 if share == group.share else 2)
         connection.limit_messages(reply.max_message_bytes)
-        self.queue_limits = (
-            f"it queues {reply.max_queued_requests} requests and {reply.max_queued_bytes} bytes"
-            " of one client"
-        )
-        self.ranks = reply.ranks
-        channel: Channel = connection
-        if options.link is not None:
-            channel = options.link(connection, options.timeout_s)
-        self._handshake, self.error = None, None
+        link = options.link
+        channel = connection if link is None else link(connection, options.timeout_s)
+        self._handshake, self.error, self.reply = None, None, reply
         self.session = Session(self, connection, channel)
 
     def lose(self, error: TsqpError) -> None:
@@ -266,7 +256,23 @@ class Member:
     def quarantine(self, error: TsqpError) -> None:
         """Never ask it again. The session: as in `lose`."""
         self.lose(error)
+        if self.quarantined is None:
+            self.log("service_quarantined", error)
         self.quarantined = error
+
+    def log(self, event: str, error: TsqpError | None = None) -> None:
+        """Log what became of it, and why."""
+        why = {} if error is None else {"detail": str(error)}
+        log.warning(event, extra={"fields": {"endpoint": self.endpoint} | why})
+
+    def log_waiting(self, deadline: float, option: str) -> None:
+        """Say that it is waited for, how long, and what helps."""
+        fields = {
+            "endpoint": self.endpoint,
+            "at_most_s": max(0, round(deadline - time.monotonic())),
+            "detail": f"start a gpu-service there; {option} says how long it is waited for",
+        }
+        log.warning("waiting_for_service", extra={"fields": fields})
 
     def close(self) -> None:
         """Disconnect."""

@@ -30,6 +30,7 @@ WITHOUT_COLUMNS = (
     " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
     " ENDPOINT=LAYERS)"
 )
+_ALL_LAYERS = LayerRange(0, None)
 _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
 # A header with its method, dtypes and shapes, and the lengths and padding around frames.
 _HEADER_BYTES = 16 * 1024
@@ -43,10 +44,10 @@ def _require(holds: object, got: object, expected: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One `--gpu`. `layers`: None for all of them; `share`: 1 or 2, None where it is not said."""
+    """One `--gpu`. `share`: 1 or 2, None where it is not said."""
 
     endpoint: str
-    layers: LayerRange | None = None
+    layers: LayerRange = _ALL_LAYERS
     share: int | None = None
 
     @staticmethod
@@ -69,11 +70,11 @@ class ServiceSpec:
         with SettingsError.instead_of(
             ValueError, "--gpu", repr(text), "a range that runs forwards"
         ):
-            found = LayerRange.parse(layers) if layers else None
+            found = LayerRange.parse(layers) if layers else _ALL_LAYERS
         return ServiceSpec(endpoint, found, int(share) if share else None)
 
     def __str__(self) -> str:
-        layers = "" if self.layers is None else f"={self.layers}"
+        layers = "" if self.layers == _ALL_LAYERS else f"={self.layers}"
         share = "" if self.share is None else f",share={self.share}"
         return f"{self.endpoint}{layers}{share}"
 
@@ -103,26 +104,24 @@ def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[Service
     needed = policy.services
     if not needed:
         return ()
-    uses = f"{needed}, because policy {policy.name} uses"
-    uses += " a gpu-service" if needed == 1 else f" {needed} that do not collude"
+    used = "a gpu-service" if needed == 1 else f"{needed} that do not collude"
+    uses = f"{needed}, because policy {policy.name} uses {used}"
     _require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
     seen: dict[str, ServiceSpec] = {}
     for spec in specs:
         if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
             raise one_service(other, spec, needed)
-        shared = needed > 1 or spec.share != 2
-        _require(shared, spec, f"no share: policy {policy.name} uses one")
+        _require(needed > 1 or spec.share != 2, spec, f"no share: policy {policy.name} uses one")
     said = [spec for spec in specs if spec.share is not None]
     if needed == 1:
         return tuple(specs)
     if not said:
         return _by_position(specs)
     for spec in specs:
-        expected = "share= for all of them, or for none"
-        _require(spec.share is not None, f"{said[0]} and {spec}", expected)
+        _require(spec.share, f"{said[0]} and {spec}", "share= for all of them, or for none")
     for share in range(1, needed + 1):
-        there = any(spec.share == share for spec in specs)
-        _require(there, f"no service for share {share} beside {said[0]}", uses)
+        got = f"no service for share {share} beside {said[0]}"
+        _require(any(spec.share == share for spec in specs), got, uses)
     return tuple(specs)
 
 
@@ -130,7 +129,7 @@ def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
     hosts: dict[str, ServiceSpec] = {}
     found: list[ServiceSpec] = []
     for spec in specs:
-        alike = [other for other in specs if _overlap(spec.layers, other.layers)]
+        alike = [other for other in specs if spec.layers.overlaps(other.layers)]
         _require(
             len(alike) <= 2,
             f"{' and '.join(map(str, alike))} without share=",
@@ -149,10 +148,6 @@ def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
     return tuple(found)
 
 
-def _overlap(one: LayerRange | None, other: LayerRange | None) -> bool:
-    return one is None or other is None or one.first in other or other.first in one
-
-
 def plan_services(
     specs: Sequence[ServiceSpec], policy: Policy, num_layers: int
 ) -> tuple[ReplicaGroup, ...]:
@@ -162,11 +157,11 @@ def plan_services(
     """
     groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
     for spec in assign_shares(specs, policy):
-        layers = spec.layers or LayerRange(0, None)
-        last = num_layers - 1 if layers.last is None else layers.last
-        within = max(layers.first, last) < num_layers
-        _require(within, spec, f"layers within 0-{num_layers - 1}, the model's")
-        groups.setdefault((spec.share or 1, layers.first, last), []).append(spec)
+        first, last = spec.layers.first, spec.layers.last
+        last = num_layers - 1 if last is None else last
+        within = f"layers within 0-{num_layers - 1}, the model's"
+        _require(max(first, last) < num_layers, spec, within)
+        groups.setdefault((spec.share or 1, first, last), []).append(spec)
     ordered = sorted(groups.items())
     end = (num_layers, num_layers, "the model's end")
     for share in range(1, policy.services + 1):
@@ -242,8 +237,9 @@ def check_links(
             )
         else:
             secured = False
-            to_host = spec.endpoint.startswith(("vsock:", "ivshmem:"))
-            leaves = is_beyond_loopback(spec.endpoint) or to_host
+            leaves = is_beyond_loopback(spec.endpoint) or spec.endpoint.startswith(
+                ("vsock:", "ivshmem:")
+            )
             _require(
                 shares_in_the_clear and not leaves,
                 f"{spec.endpoint} without keys",
@@ -286,8 +282,8 @@ def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: 
             numbers = config.row_layout(operator)[1][0]
             itemsize = torch.int32.itemsize if policy.arithmetic == "int8" else itemsize
         sizes.append(MaskRules(placement.mask).most_rows(step_tokens) * numbers * itemsize)
-    attested = policy.service.attested != "none"
-    return max(sizes) + _HEADER_BYTES + attested * MAX_STATEMENT_BYTES
+    statement = 0 if policy.service.attested == "none" else MAX_STATEMENT_BYTES
+    return max(sizes) + _HEADER_BYTES + statement
 
 
 def init_reply_bytes(config: ModelConfig) -> int:

@@ -26,8 +26,8 @@ from protocol.messages import SegmentRequest
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
+from tee_side.remote.services.failover import aggregate_errors
 from tee_side.remote.services.plan import ReplicaGroup
-from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import (
     FakeConnection,
     FakeService,
@@ -51,8 +51,7 @@ MISMATCH = ModelMismatchError("model at b: model_digest", got="other", expected=
 
 
 def _lone(world: World) -> tuple[FakeService, Any]:
-    (service,) = world.add("a")
-    return service, world.replicas("a")
+    return (*world.add("a"), world.replicas("a"))
 
 
 def _pair(world: World) -> tuple[FakeService, FakeService, Any]:
@@ -239,6 +238,7 @@ def test_a_request_that_ends_every_connection_is_given_up(
         for request_id in [replicas.start(*ask(value)) for value in range(8)]:
             with pytest.raises(ServiceError):
                 replicas.wait(request_id)
+            replicas.start(*ask())
     assert world.most_open <= 2
     # It is about that request alone.
     a.answers.clear()
@@ -349,7 +349,7 @@ def test_an_interrupt_leaves_nothing_behind(world: World) -> None:
     with pytest.raises(KeyboardInterrupt):
         call(replicas, ask())
     assert all(connection.closed for connection in world.opened)
-    assert not replicas._in_flight
+    assert not replicas.in_flight
     a.held = None
     assert call(replicas, ask()).endpoint == "a"
 
