@@ -29,7 +29,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 import torch
 
 from protocol.errors import PolicyError
-from protocol.integer import LARGEST_OF_DIGITS, exact_product, int8_product, to_digits
+from protocol.integer import LARGEST_OF_DIGITS, int8_product, ring_product, to_digits
 from protocol.messages import (
     WHOLE,
     Arithmetic,
@@ -324,7 +324,7 @@ class LinearCheck:
             for columns, weight_nI in in_time(blocks, rows):
                 for index in pairs.keys() - wrong:
                     x_TI, y_TO = pairs[index]
-                    if not torch.equal(exact_product(x_TI, weight_nI), y_TO[:, columns]):
+                    if not torch.equal(ring_product(x_TI, weight_nI), y_TO[:, columns]):
                         wrong.add(index)
                 if pairs.keys() <= wrong:  # the rest says nothing more
                     break

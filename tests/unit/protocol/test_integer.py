@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from gpu_side.kernels import digits_needed, exact_product
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import (
@@ -20,9 +21,7 @@ from protocol.integer import (
     MAX_IN_FEATURES,
     check_kernels,
     digits_below,
-    digits_needed,
     empty_weight,
-    exact_product,
     ring_product,
     to_digits,
 )
