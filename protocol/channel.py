@@ -184,10 +184,6 @@ class PendingChannel(Channel):
         """
         return False
 
-    @abstractmethod
-    def close(self) -> None:
-        """See `Channel.close`."""
-
     def __enter__(self) -> Self:
         return self
 
