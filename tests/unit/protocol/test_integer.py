@@ -219,7 +219,7 @@ def test_without_a_library_torch_computes_and_the_log_says_so(
         native.use("sse9")
     with monkeypatch.context() as patch:
         patch.setattr(native, "library", None)
-        assert native.use() == native.Choice("torch", (), False)
+        assert native.use() == native.Choice("torch", ())
         assert [record.message for record in caplog.records] == ["no_compiled_kernels"]
         assert not native.compiled_for(torch.float32)
         with pytest.raises(KernelError):
