@@ -27,7 +27,7 @@ from torch.nn.functional import embedding, kl_div, nll_loss
 
 from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
-from protocol.integer import exact_product
+from gpu_side.kernels import exact_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
 from protocol.model.config import read_config

@@ -22,7 +22,7 @@ from gpu_side.devices import DeviceProfile, NullDevice, multiplies_bfloat16
 from gpu_side.tasks import Computed, LinearWork, MatmulWork, Task
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import OPERATOR_OF, ServiceWeights
-from protocol.integer import exact_product
+from protocol.integer import DIGITS, ring_product
 from protocol.messages import (
     EmbeddingRequest,
     LinearRequest,
@@ -84,6 +84,29 @@ def wait_until(
 _ASK_AGAIN_NS = 50_000
 
 _ASK_AGAIN_PART = 8
+
+
+def digits_needed(values: torch.Tensor) -> int:
+    """Return how many digits (1 to 4) hold every value of an int32 tensor exactly."""
+    if not values.numel():
+        return 1
+    lowest, highest = torch.aminmax(values)
+    low, high = int(lowest), int(highest)
+    for count in range(1, DIGITS):
+        # 127 + 127 * 256 + ... at most, -128 - 128 * 256 - ... at least.
+        places = (256**count - 1) // 255
+        if -128 * places <= low and high <= 127 * places:
+            return count
+    return DIGITS
+
+
+def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `ring_product`, with as few digits as the values need.
+
+    Half the work or less for values that are small: the product itself where it fits int32, and
+    modulo 2^32 otherwise. How long it takes depends on the values: not for activations in the TEE.
+    """
+    return ring_product(values, weight, digits_needed(values))
 
 
 class Transfer:

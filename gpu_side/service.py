@@ -35,7 +35,7 @@ from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
 from gpu_side.weights import ServedModel, ServiceWeights, read_served_model
 from protocol import native
-from protocol.curve import read_secret_key, require_zmq_keys
+from protocol.curve import read_key, require_zmq_keys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import is_beyond_loopback, parse_endpoint
 from protocol.errors import KernelError, SettingsError
@@ -124,7 +124,7 @@ class ServiceSettings:
                 got=" and ".join(f"--{name}" for name in names),
                 expected="--identity and --allow, or neither",
             )
-        return ServiceKeys(read_secret_key(self.identity), read_allow_list(self.allow))
+        return ServiceKeys(read_key(self.identity, secret=True), read_allow_list(self.allow))
 
 
 def open_listener(

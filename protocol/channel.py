@@ -98,30 +98,6 @@ class Channel(Protocol):
 ChannelWrapper: TypeAlias = Callable[[Channel, float], Channel]
 
 
-class WrappedChannel(Channel):
-    """A `Channel` over another one, which does what a subclass leaves to it."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.endpoint, self.traffic = channel.endpoint, channel.traffic
-        self._channel = channel
-
-    def wait(self, request_id: int) -> Exchange:
-        """See `Channel.wait`."""
-        return self._channel.wait(request_id)
-
-    def abandon(self, request_id: int) -> None:
-        """See `Channel.abandon`."""
-        self._channel.abandon(request_id)
-
-    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
-        """See `Channel.distrust`."""
-        self._channel.distrust(exchange, error)
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        self._channel.close()
-
-
 class OversizedRequestError(ProtocolError):
     """A request of our own that is larger than the limit; it was not sent."""
 
@@ -207,10 +183,6 @@ class PendingChannel(Channel):
         Without waiting. For a transport that replaces a lost connection by itself; others never do.
         """
         return False
-
-    @abstractmethod
-    def close(self) -> None:
-        """See `Channel.close`."""
 
     def __enter__(self) -> Self:
         return self

@@ -38,7 +38,7 @@ SECRET_HEADER = "# tsqp secret key"  # noqa: S105 - the first line of a file, no
 PUBLIC_HEADER = "# tsqp public key"
 SECRET_MODE = 0o600
 MAX_KEY_FILE_BYTES = 1024
-_KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+KEY_TEXT = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _A_KEY = "a key of 40 Z85 characters"
 
 FileCheck = Callable[[Path, bytes], None]
@@ -64,34 +64,6 @@ def require_curve() -> None:
     )
 
 
-def read_secret_key(path: Path) -> bytes:
-    """Read a secret key file. Raises KeyFileError.
-
-    Refused: what group or others may use at all, what belongs to another user (but root), and a
-    public key in its place.
-    """
-    return _read_key(path, secret=True)
-
-
-def read_public_key(path: Path, check: FileCheck | None = None) -> bytes:
-    """Read a public key file. Raises KeyFileError, and what `check` raises.
-
-    Refused: what others than us and root may write, and a secret key in its place. `check` is
-    called with the path and the bytes that were read.
-    """
-    return _read_key(path, secret=False, check=check)
-
-
-def public_key(value_or_path: str, check: FileCheck | None = None) -> bytes:
-    """Return a public key (Z85) that is given by value, or by the path of its file.
-
-    A text of 40 Z85 characters is a value unless it ends in `.pub`. Raises as `read_public_key`.
-    """
-    if _KEY_TEXT.fullmatch(value_or_path) and not value_or_path.endswith(".pub"):
-        return checked_key(value_or_path, "public key")
-    return read_public_key(Path(value_or_path), check)
-
-
 def require_zmq_keys(endpoint: str) -> None:
     """Raise SettingsError for an endpoint that cannot have keys, and where CURVE is missing."""
     parsed = parse_endpoint(endpoint, for_bind=True)
@@ -104,7 +76,13 @@ def require_zmq_keys(endpoint: str) -> None:
     require_curve()
 
 
-def _read_key(path: Path, *, secret: bool, check: FileCheck | None = None) -> bytes:
+def read_key(path: Path, *, secret: bool, check: FileCheck | None = None) -> bytes:
+    """Read a file with a secret key, or with a public one. Raises KeyFileError, and as `check`.
+
+    Refused: a secret key that group or others may use at all, or that belongs to another user (but
+    root); a public key that others than us and root may write; and one in the other's place.
+    `check` is called with the path and the bytes that were read.
+    """
     text, status = read_text(path, MAX_KEY_FILE_BYTES, check)
     wanted, other = (SECRET_HEADER, PUBLIC_HEADER) if secret else (PUBLIC_HEADER, SECRET_HEADER)
     wants = f"a {'secret' if secret else 'public'} key (NAME.{'key' if secret else 'pub'})"
@@ -157,7 +135,7 @@ def checked_key(text: str, where: str) -> bytes:
     Raises KeyFileError, whose beginning is `where`.
     """
     got = f"{len(text)} characters" if len(text) != 40 else "a character that Z85 has not"
-    KeyFileError.unless(_KEY_TEXT.fullmatch(text), where, got, _A_KEY)
+    KeyFileError.unless(KEY_TEXT.fullmatch(text), where, got, _A_KEY)
     key = text.encode("ascii")
     # Five characters can say more than four bytes hold.
     with KeyFileError.instead_of(struct.error, where, "five characters beyond 32 bits", _A_KEY):
@@ -193,8 +171,6 @@ RPC_PATH = "/v1/rpc"
 CHANNEL_HEADER = "tsqp-channel"
 INSTANCE_HEADER = "tsqp-instance"
 CONTENT_TYPE = "application/octet-stream"
-# Of RFC 6750; too many to be guessed.
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,512}=*")
 
 
 @dataclass(frozen=True)
@@ -203,17 +179,3 @@ class HttpAccess:
 
     token: str | None = field(default=None, repr=False)
     ca: str | None = None
-
-
-def read_token(path: Path) -> str:
-    """Read a token's file. Raises KeyFileError, which quotes nothing, as a secret key's."""
-    text, status = read_text(path, MAX_KEY_FILE_BYTES)
-    require_only_we_read(path, status)
-    token = text.removesuffix("\n")
-    KeyFileError.unless(
-        _TOKEN.fullmatch(token),
-        str(path),
-        f"{len(token)} characters that are no token",
-        "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
-    )
-    return token

@@ -73,13 +73,6 @@ class Endpoint:
         """Whether plain stream sockets carry it, not ZeroMQ."""
         return self.address is not None
 
-    @property
-    def socket_path(self) -> str | None:
-        """The path of the Unix socket's file; None where there is no file."""
-        if self.scheme == "ipc":
-            return self.text.partition("://")[2]
-        return self.address if isinstance(self.address, str) else None
-
 
 def parse_endpoint(endpoint: str, *, for_bind: bool = False) -> Endpoint:
     """Read an endpoint to connect to, or to bind. Raises EndpointError."""

@@ -315,12 +315,6 @@ def describe(value: object) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-def expectation(kind: str, message: str) -> str:
-    """Turn one of pydantic's error types and messages into what follows "expected"."""
-    fixed = {"missing": "a value", "extra_forbidden": "no such key"}
-    return fixed.get(kind) or message.removeprefix("Input should be ").removeprefix("Value error, ")
-
-
 def describe_untrusted(value: object) -> str:
     """Say what a value from the wire is, without quoting text or bytes: messages are logged.
 

@@ -58,7 +58,7 @@ def to_digits(elements: torch.Tensor, count: int = DIGITS) -> torch.Tensor:
     """Split into balanced base-256 digits, the lowest first.
 
     `elements`: int32 [T, K]. Returns int8 [count, T, K]. With fewer than four digits the value is
-    kept modulo 256^count only: use `digits_needed` for a count that keeps all of it.
+    kept modulo 256^count only: `digits_below` says of a bound how many keep all of it.
     """
     shifted = torch.add(elements, _BALANCE).bitwise_xor_(_BALANCE)
     digits = torch.empty((count, *elements.shape), dtype=torch.int8, device=elements.device)
@@ -68,39 +68,11 @@ def to_digits(elements: torch.Tensor, count: int = DIGITS) -> torch.Tensor:
     return digits
 
 
-def digits_needed(values: torch.Tensor) -> int:
-    """Return how many digits (1 to 4) hold every value of an int32 tensor exactly."""
-    if not values.numel():
-        return 1
-    lowest, highest = torch.aminmax(values)
-    low, high = int(lowest), int(highest)
-    for count in range(1, DIGITS):
-        # 127 + 127 * 256 + ... at most, -128 - 128 * 256 - ... at least.
-        places = (256**count - 1) // 255
-        if -128 * places <= low and high <= 127 * places:
-            return count
-    return DIGITS
-
-
 def digits_below(bound: float) -> int:
     """Return how many digits (1 to 4) hold every integer of at most this magnitude."""
     return next(
         (count for count in range(1, DIGITS) if bound <= 127 * ((256**count - 1) // 255)), DIGITS
     )
-
-
-def combine_digits(products: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Add up the products of the digits: sum of 256^i products[i] mod 2^32.
-
-    `products`: int32 [D, T, N], overwritten. Returns int32 [T, N], in `out` where it is given.
-    """
-    count = products.shape[0]
-    for index in range(count - 2, 0, -1):
-        products[index].add_(products[index + 1], alpha=256)
-    if count == 1:
-        return products[0].clone() if out is None else out.copy_(products[0])
-    result: torch.Tensor = torch.add(products[0], products[1], alpha=256, out=out)
-    return result
 
 
 def ring_product(
@@ -137,17 +109,12 @@ def ring_product(
             stacked, weight, None if scratch is None else scratch[: stacked.shape[0]]
         )
         scratch = products if scratch is None else scratch
-        combine_digits(products.view(digits, -1, N), out[block])
+        # The sum of 256^i of_digits[i], from the highest on.
+        of_digits = products.view(digits, -1, N)
+        for index in range(digits - 1, 0, -1):
+            of_digits[index - 1].add_(of_digits[index], alpha=256)
+        out[block] = of_digits[0]
     return out
-
-
-def exact_product(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of `ring_product`, with as few digits as the values need.
-
-    Half the work or less for values that are small: the product itself where it fits int32, and
-    modulo 2^32 otherwise. How long it takes depends on the values: not for activations in the TEE.
-    """
-    return ring_product(values, weight, digits_needed(values))
 
 
 def int8_product(

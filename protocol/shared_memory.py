@@ -1,10 +1,10 @@
 """Memory that a client and a service both map, and the slots in it by which messages go over.
 
 The client makes the segment, and hands its file over a Unix socket; the service maps what it gets
-after checking it (`adopt`). Between a VM and its host each end maps a file of its own
-(`protocol.shm`). A segment is
+after checking it (`gpu_side.transport.stream_client`). Between a VM and its host each end maps a
+file of its own (`protocol.shm`). A segment is
 
-    head      magic, slots, session, size of a request's area and of a reply's (`_HEAD`), and where
+    head      magic, slots, session, size of a request's area and of a reply's (`HEAD`), and where
               the session is written back (`TAKEN`)
     64        a line: not zero while the client sleeps
     128       a line: not zero while the service sleeps
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol import native
-from protocol.errors import EndpointError, ErrorCode, ProtocolError
+from protocol.errors import EndpointError, ProtocolError
 from protocol.prepared import MessageShape
 from protocol.stream_wire import layout
 from protocol.tensors import Buffer
@@ -54,11 +54,11 @@ MAGIC = b"TSQPshm1"
 SESSION_BYTES = 4
 TAKEN = slice(40, 40 + SESSION_BYTES)
 
-_HEAD = struct.Struct("<8sI4sQQ")
+HEAD = struct.Struct("<8sI4sQQ")
 _LINE_BYTES = 64
 _CLIENT_SLEEPS, _SERVICE_SLEEPS, _LINES = 64, 128, 192
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_WHERE = "shared memory"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+WHERE = "shared memory"
 
 
 class Areas(NamedTuple):
@@ -99,7 +99,7 @@ def areas_for(largest_request: int, largest_reply: int, size: int = LARGEST) -> 
 def lay_out(mapped: mmap.mmap, areas: Areas, session: bytes = bytes(SESSION_BYTES)) -> Lane:
     """Write head and lines of a segment in which nothing was put yet; return the client's end."""
     mapped[: areas.first] = bytes(areas.first)
-    _HEAD.pack_into(mapped, 0, MAGIC, areas.slots, session, *areas[1:])
+    HEAD.pack_into(mapped, 0, MAGIC, areas.slots, session, *areas[1:])
     return Lane(mapped, areas, is_client=True)
 
 
@@ -113,60 +113,11 @@ def create(largest_request: int, largest_reply: int) -> tuple[Lane, int]:
     try:
         os.ftruncate(file, areas.total)
         # Neither end can take memory away that the other one has mapped.
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
         return lay_out(mmap.mmap(file, areas.total), areas), file
     except BaseException:
         os.close(file)
         raise
-
-
-def adopt(file: int, owner: int) -> Lane:
-    """Map a segment that a client sent: the service's end of it. `file` stays the caller's.
-
-    `owner`: user id of the peer, whose the file must be. Raises ProtocolError for what is no sealed
-    segment, or one larger than any that `create` makes.
-    """
-    with ProtocolError.for_os(_WHERE, "a memfd"):
-        seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
-        page = os.fstatvfs(file).f_bsize
-    for holds, got, expected in (
-        (seals & _SEALS == _SEALS, "a file that may change its size", "one sealed against it"),
-        # Huge ones may be missing when they are touched, which ends the process. (`st_blksize`
-        # tells of transparent ones as well, which do no harm.)
-        (page == mmap.PAGESIZE, f"pages of {page} bytes", f"{mmap.PAGESIZE}"),
-        (found.st_uid == owner, "a file of another user than the peer", "one of its own"),
-    ):
-        ProtocolError.unless(holds, _WHERE, got, expected)
-    ProtocolError.unless(
-        _HEAD.size <= found.st_size <= LARGEST,
-        _WHERE,
-        f"{found.st_size} bytes",
-        f"{_HEAD.size} to {LARGEST}",
-        code=ErrorCode.LIMIT_EXCEEDED,
-    )
-    with ProtocolError.instead_of(
-        (OSError, ValueError), _WHERE, "a file that cannot be mapped", "one that can be written"
-    ):
-        mapped = mmap.mmap(file, found.st_size)
-    return Lane(mapped, areas_in(mapped), is_client=False)
-
-
-def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
-    """Read the head of a segment, once. Raises ProtocolError.
-
-    `session`: what the client says that the head names, in memory of which the segment may be a
-    part; None where it is all of it.
-    """
-    magic, slots, named, *sizes = _HEAD.unpack(mapped[: _HEAD.size])
-    areas = Areas(slots, *sizes)
-    whole = all(size and size % mmap.PAGESIZE == 0 for size in areas[1:])
-    fills = areas.total == len(mapped)
-    fits = fills if session is None else areas.total <= len(mapped) and named == session
-    good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
-    ProtocolError.unless(
-        good, _WHERE, "another head", f"{MAGIC.decode()}, whose areas fill the file"
-    )
-    return areas
 
 
 def require_library() -> None:
@@ -309,6 +260,6 @@ class Lane:
         """
         size = self._seen[2 * slot + 1]
         if size > self._incoming:
-            ProtocolError.at_most(self._incoming, _WHERE, size)
+            ProtocolError.at_most(self._incoming, WHERE, size)
         start = self._in[slot]
         return self._memory[start : start + size]

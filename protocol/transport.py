@@ -35,7 +35,7 @@ def open_channel(
     endpoint has no use for them, and without the extra `http` where it needs it.
     """
     parsed = parse_endpoint(endpoint)
-    if keys is not None and not parsed.is_zmq:
+    if keys is not None:
         from protocol.curve import require_zmq_keys
 
         require_zmq_keys(endpoint)

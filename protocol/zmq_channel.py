@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocol.channel import RECONNECT_S, PendingChannel, Received
-from protocol.curve import ClientKeys, require_zmq_keys
+from protocol.curve import ClientKeys
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES, MAX_REPLY_FRAMES
 from protocol.endpoint import Endpoint, parse_endpoint
 from protocol.errors import AbsentError, EndpointError, ErrorCode, ProtocolError
@@ -197,8 +197,6 @@ class ZmqChannel(PendingChannel):
         heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
     ) -> None:
         require_zmq(parse_endpoint(endpoint))
-        if keys is not None:
-            require_zmq_keys(endpoint)
         super().__init__(endpoint, timeout_s=timeout_s, max_message_bytes=max_message_bytes)
         self._spin = AdaptiveSpin(spin_us)
         self._keys = keys

@@ -39,7 +39,7 @@ from safetensors.torch import save
 from torch.nn.functional import embedding, linear
 
 from protocol.errors import CalibrationError, ModelError, PromptError
-from protocol.integer import check_kernels, exact_product
+from protocol.integer import check_kernels, ring_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
@@ -208,7 +208,8 @@ def calibrate_on(
         del weights
         quantized = load_quantized(checkpoint, config, *site)
         found[site] = scales = choose_scales(x_TI, quantized.scale, quantized.max_row_norm(), site)
-        product_SO = exact_product(IntegerSite(scales).encode(sample_SI), quantized.weight)
+        encoded = IntegerSite(scales)
+        product_SO = ring_product(encoded.encode(sample_SI), quantized.weight, encoded.digits)
         found_SO = product_SO * scales.factor_N
         # Module by module: large values next to q and k would hide what those have lost.
         error = max(

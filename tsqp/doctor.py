@@ -123,7 +123,7 @@ def _kernels() -> Iterator[Finding]:
     except ImportError:  # of torch, which is said to be missing above
         return
     chosen = native.choice()
-    if not chosen.built:
+    if native.library is None:
         remedy = "install a C++17 compiler (apt install g++), then pip install again"
         why = f"does not load: {native.unusable}" if native.unusable else "not compiled"
         yield Finding(

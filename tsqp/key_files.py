@@ -17,17 +17,22 @@ from typing import NamedTuple
 import zmq
 
 from protocol.curve import (
+    KEY_TEXT,
     MAX_KEY_FILE_BYTES,
     PUBLIC_HEADER,
     SECRET_HEADER,
     SECRET_MODE,
-    read_public_key,
-    read_secret_key,
+    FileCheck,
+    checked_key,
+    read_key,
     read_text,
     require_curve,
     require_only_we_read,
 )
 from protocol.errors import KeyFileError, SettingsError
+
+# Of RFC 6750; too many to be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{32,512}=*")
 
 
 def new_key_pair(name: Path) -> tuple[Path, Path, str]:
@@ -57,12 +62,23 @@ def replace_public_key(path: Path, public: bytes) -> None:
         new.replace(path)
 
 
+def public_key(value_or_path: str, check: FileCheck | None = None) -> bytes:
+    """Return a public key (Z85) that is given by value, or by the path of its file.
+
+    A text of 40 Z85 characters is a value unless it ends in `.pub`. Raises as
+    `protocol.curve.read_key`.
+    """
+    if KEY_TEXT.fullmatch(value_or_path) and not value_or_path.endswith(".pub"):
+        return checked_key(value_or_path, "public key")
+    return read_key(Path(value_or_path), secret=False, check=check)
+
+
 def public_key_of(path: Path) -> bytes:
     """Return the public key of either kind of file. Raises KeyFileError."""
     text, _ = read_text(path, MAX_KEY_FILE_BYTES)
     if text.startswith(SECRET_HEADER):
-        return bytes(zmq.curve_public(read_secret_key(path)))
-    return read_public_key(path)
+        return bytes(zmq.curve_public(read_key(path, secret=True)))
+    return read_key(path, secret=False)
 
 
 def write_new(path: Path, text: str, mode: int) -> None:
@@ -181,3 +197,17 @@ def provided_key(
         f"one of {', '.join(providers)}",
     )
     return given[0]()
+
+
+def read_token(path: Path) -> str:
+    """Read a token's file. Raises KeyFileError, which quotes nothing, as a secret key's."""
+    text, status = read_text(path, MAX_KEY_FILE_BYTES)
+    require_only_we_read(path, status)
+    token = text.removesuffix("\n")
+    KeyFileError.unless(
+        _TOKEN.fullmatch(token),
+        str(path),
+        f"{len(token)} characters that are no token",
+        "one line of 32 or more of A-Z a-z 0-9 ._~+/-",
+    )
+    return token

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from gpu_side.kernels import wait_until
-from protocol.channel import Channel, WrappedChannel
+from protocol.channel import Channel
 from protocol.errors import DeadlineExceededError, SettingsError
 from protocol.prepared import Exchange, Payload, PreparedRequest
+from tsqp.wrapped_channel import WrappedChannel
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from gpu_side.kernels import (
 )
 from gpu_side.tasks import Computed, LinearWork, Task
 from gpu_side.transport.listener import Incoming
+from gpu_side.transport.stream_client import adopt
 from gpu_side.weights import ServiceWeights
 from protocol import native
 from protocol.errors import KernelError
@@ -50,7 +51,7 @@ from protocol.messages import (
     Projection,
     tensor_reply,
 )
-from protocol.shared_memory import Lane, SlotMemory, adopt, create
+from protocol.shared_memory import Lane, SlotMemory, create
 from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtype
 
 # For how many rows tiles are chosen at the start; for other shapes at their first request.

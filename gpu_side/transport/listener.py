@@ -157,13 +157,20 @@ def cannot_bind(endpoint: str, number: int | None) -> EndpointError:
     return EndpointError(endpoint, got=got, expected="an address to bind")
 
 
+def socket_path(endpoint: Endpoint) -> str | None:
+    """Return the path of the Unix socket's file; None where there is no file."""
+    if endpoint.scheme == "ipc":
+        return endpoint.text.partition("://")[2]
+    return endpoint.address if isinstance(endpoint.address, str) else None
+
+
 def refuse_live_socket(endpoint: Endpoint) -> None:
     """Raise EndpointError where a live service owns the Unix socket, or may own it.
 
     A file whose service is dead can be replaced; a live one's must not be taken over silently. What
     cannot be connected to, because it is no stream or not ours, is not for that reason dead.
     """
-    address = endpoint.socket_path
+    address = socket_path(endpoint)
     if address is None:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -9,6 +9,7 @@ writes into it, the file keeps its size: nothing is missing when the service tou
 the operator does not truncate it.
 """
 
+import fcntl
 import mmap
 import os
 import select
@@ -27,17 +28,70 @@ from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.liveness import PROBE, PROBES_BYTES
 from protocol.shared_memory import (
     ATTACH,
+    HEAD,
     LARGEST,
+    MAGIC,
+    SEALS,
     SESSION_BYTES,
+    SLOTS,
     SMALLEST,
     TAKEN,
     WAKE_UP,
+    WHERE,
+    Areas,
     Lane,
-    adopt,
-    areas_in,
 )
 from protocol.stream_wire import MemoryPool, MessageReader, MessageWriter, frames_in
 from protocol.tensors import Buffer
+
+
+def adopt(file: int, owner: int) -> Lane:
+    """Map a segment that a client sent: the service's end of it. `file` stays the caller's.
+
+    `owner`: user id of the peer, whose the file must be. Raises ProtocolError for what is no sealed
+    segment, or one larger than any that `create` makes.
+    """
+    with ProtocolError.for_os(WHERE, "a memfd"):
+        seals, found = fcntl.fcntl(file, fcntl.F_GET_SEALS), os.fstat(file)
+        page = os.fstatvfs(file).f_bsize
+    for holds, got, expected in (
+        (seals & SEALS == SEALS, "a file that may change its size", "one sealed against it"),
+        # Huge ones may be missing when they are touched, which ends the process. (`st_blksize`
+        # tells of transparent ones as well, which do no harm.)
+        (page == mmap.PAGESIZE, f"pages of {page} bytes", f"{mmap.PAGESIZE}"),
+        (found.st_uid == owner, "a file of another user than the peer", "one of its own"),
+    ):
+        ProtocolError.unless(holds, WHERE, got, expected)
+    ProtocolError.unless(
+        HEAD.size <= found.st_size <= LARGEST,
+        WHERE,
+        f"{found.st_size} bytes",
+        f"{HEAD.size} to {LARGEST}",
+        code=ErrorCode.LIMIT_EXCEEDED,
+    )
+    with ProtocolError.instead_of(
+        (OSError, ValueError), WHERE, "a file that cannot be mapped", "one that can be written"
+    ):
+        mapped = mmap.mmap(file, found.st_size)
+    return Lane(mapped, areas_in(mapped), is_client=False)
+
+
+def areas_in(mapped: mmap.mmap, session: bytes | None = None) -> Areas:
+    """Read the head of a segment, once. Raises ProtocolError.
+
+    `session`: what the client says that the head names, in memory of which the segment may be a
+    part; None where it is all of it.
+    """
+    magic, slots, named, *sizes = HEAD.unpack(mapped[: HEAD.size])
+    areas = Areas(slots, *sizes)
+    whole = all(size and size % mmap.PAGESIZE == 0 for size in areas[1:])
+    fills = areas.total == len(mapped)
+    fits = fills if session is None else areas.total <= len(mapped) and named == session
+    good = magic == MAGIC and 0 < areas.slots <= SLOTS and whole and fits
+    ProtocolError.unless(
+        good, WHERE, "another head", f"{MAGIC.decode()}, whose areas fill the file"
+    )
+    return areas
 
 
 class DeviceMemory:
@@ -73,14 +127,13 @@ class DeviceMemory:
         session = said[len(ATTACH) :]
         ProtocolError.unless(
             said.startswith(ATTACH) and len(session) == SESSION_BYTES,
-            "shared memory",
+            WHERE,
             f"{len(said)} other bytes first",
             f"0x{ATTACH.hex()}, and {SESSION_BYTES} that its head names",
-            code=ErrorCode.MALFORMED_MESSAGE,
         )
         ProtocolError.unless(
             not in_use,
-            "shared memory",
+            WHERE,
             "a second client",
             "one at a time",
             code=ErrorCode.LIMIT_EXCEEDED,
@@ -103,10 +156,9 @@ def handed_over(connection: socket.socket) -> Lane:
     try:
         ProtocolError.unless(
             said == ATTACH and len(files) == 1,
-            "shared memory",
+            WHERE,
             f"{len(files)} files with the first bytes",
             f"one, with 0x{ATTACH.hex()}",
-            code=ErrorCode.MALFORMED_MESSAGE,
         )
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         return adopt(files[0], _UCRED.unpack(credentials)[1])
@@ -205,7 +257,6 @@ class Client:
                     f"slot {slot} of client {self.name.hex()}",
                     got="a request before the reply to the last one",
                     expected="one at a time",
-                    code=ErrorCode.MALFORMED_MESSAGE,
                 )
             frames = frames_in(
                 lane.view(slot),

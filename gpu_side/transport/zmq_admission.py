@@ -36,7 +36,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from gpu_side.event_log import log
-from gpu_side.transport.listener import CLOSING_S, AcceptingThread, FileSocket, listen_at
+from gpu_side.transport.listener import (
+    CLOSING_S,
+    AcceptingThread,
+    FileSocket,
+    listen_at,
+    socket_path,
+)
 from protocol.endpoint import Endpoint
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.zmq_channel import watch
@@ -322,13 +328,14 @@ class Doorway(AcceptingThread):
     def __init__(self, endpoint: Endpoint, inner: str, names: Names) -> None:
         self._inner = "\0" + inner.partition("@")[2]
         self._names = names
-        if endpoint.socket_path is None:
+        path = socket_path(endpoint)
+        if path is None:
             # Where ZeroMQ would.
             host, port = _address_of(endpoint), endpoint.text.rpartition(":")[2]
             listening = listen_at(host.strip("[]"), port, dualstack_ipv6="[" in host)
             self.endpoint = f"tcp://{host}:{listening.getsockname()[1]}"
         else:
-            listening = FileSocket(endpoint.socket_path)
+            listening = FileSocket(path)
             self.endpoint = endpoint.text
         listening.setblocking(False)
         # How many clients were turned away, because they do not speak the protocol.

@@ -91,12 +91,10 @@ class Choice:
     """Which kernels run. `variant`: "torch", or an instruction set.
 
     `refused`: variants that this processor has and that gave other results than the portable one.
-    `built`: whether there is a compiled library that loads.
     """
 
     variant: str
     refused: tuple[str, ...]
-    built: bool
 
     @property
     def compiled(self) -> bool:
@@ -114,7 +112,7 @@ def use(kernels: str = AUTO) -> Choice:
     """
     global _chosen  # noqa: PLW0603 - one for the process, as the processor is
     _chosen = _choose(kernels)
-    if not _chosen.built:
+    if library is None:
         fields = {"uses": "torch, which is slower", **({"library": unusable} if unusable else {})}
         log.warning("no_compiled_kernels", extra={"fields": fields})
     return _chosen
@@ -128,7 +126,7 @@ def choice() -> Choice:
 def _choose(wanted: str) -> Choice:
     found: list[str] = [] if library is None else library.variants()
     if wanted == TORCH or (wanted == AUTO and not found):
-        return Choice(TORCH, (), library is not None)
+        return Choice(TORCH, ())
     known = wanted == AUTO or wanted in found
     expected = f"one of {', '.join([AUTO, TORCH, *found])}"
     KernelError.unless(known, "kernels", repr(wanted), expected)
@@ -136,7 +134,7 @@ def _choose(wanted: str) -> Choice:
     for name in reversed(found) if wanted == AUTO else [wanted]:
         if not differs(library, name):
             library.use(name)
-            return Choice(name, tuple(refused), True)
+            return Choice(name, tuple(refused))
         refused.append(name)
     raise KernelError(f"kernels {wanted}", "wrong results", "those of the portable ones")
 

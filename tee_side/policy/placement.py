@@ -57,7 +57,7 @@ from pydantic import (
 
 from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
-from protocol.validation import did_you_mean, first_problem, refusal
+from protocol.validation import refusal
 from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.protect.masks.mask import PROVISIONED, AdditiveMask, Mask, find_mask, is_path
 from tee_side.words import (
@@ -121,6 +121,8 @@ def _mask(value: object, info: ValidationInfo) -> Mask | None:
         mask = find_mask(name, (info.context or {}).get(_FOLDER))
         return mask(**options)
     except ValidationError as error:
+        from protocol.problems import first_problem
+
         problem = first_problem(error, mask.model_fields)
         raise refusal(problem.got, problem.expected, f"{name}: {problem.field}") from None
     except (MaskError, PluginError) as error:
@@ -539,6 +541,8 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
 
 def _refused(given: object, error: ValidationError) -> PolicyError:
     """Say what pydantic refuses, by policy, operator, layers and phase as far as they are known."""
+    from protocol.problems import did_you_mean, first_problem
+
     problem = first_problem(error, {**Policy.model_fields, **Placement.model_fields})
     table = given if isinstance(given, dict) else {}
     name = table.get("name")

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from protocol.integer import exact_product
+from protocol.integer import ring_product
 from protocol.messages import (
     WHOLE,
     Columns,
@@ -106,7 +106,7 @@ def wrong_integers(
         for columns, weight_nI in in_time(blocks, rows):
             for index in pairs.keys() - wrong:
                 x_TI, y_TO = pairs[index]
-                if not torch.equal(exact_product(x_TI, weight_nI), y_TO[:, columns]):
+                if not torch.equal(ring_product(x_TI, weight_nI), y_TO[:, columns]):
                     wrong.add(index)
             if pairs.keys() <= wrong:  # the rest says nothing more
                 break

@@ -221,8 +221,7 @@ class LinearCheck:
 
     def wrong(self, claims: Sequence[Claim], in_time: InTime) -> Sequence[int]:
         """See `ResultCheck.wrong`."""
-        from tee_side.protect.recomputation import (
-            wrong_integers,
-        )  # of use to a refused result alone
+        # Of use to a refused result alone.
+        from tee_side.protect.recomputation import wrong_integers
 
         return wrong_integers(self.weights, self.site, claims, in_time)

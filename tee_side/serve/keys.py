@@ -32,7 +32,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.curve import read_text, require_only_we_read
-from protocol.errors import KeyFileError, LimitError, expectation
+from protocol.errors import KeyFileError, LimitError
+from protocol.problems import expectation
 
 log = logging.getLogger("tee_side")
 

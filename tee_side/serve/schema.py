@@ -23,7 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import EngineError, LimitError, PromptError, TsqpError, expectation
+from protocol.errors import EngineError, LimitError, PromptError, TsqpError
+from protocol.problems import expectation
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 from tee_side.serve.grammar import GrammarKind

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from gpu_side.access import ServiceKeys
 from gpu_side.handler import RequestHandler
 from gpu_side.transport.zmq_admission import ZapHandler
-from protocol.curve import ClientKeys, public_key, read_secret_key
+from protocol.curve import ClientKeys, read_key
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, TsqpError
 from protocol.messages import InitRequest
@@ -34,7 +34,7 @@ from tests.kit.service import CALM_S, Service, running_service
 from tests.kit.wire import inline
 from tsqp.cli.gpu_service import command as gpu_service
 from tsqp.cli.tee_runner import command as tee_runner
-from tsqp.key_files import new_key_pair
+from tsqp.key_files import new_key_pair, public_key
 
 STATES = ("up", "dead", "silent")
 CLIENTS = ("no key", "NULL", "PLAIN", "random", "revoked", "another service", "right")
@@ -168,7 +168,7 @@ def test_a_list_of_keys_from_its_first_client_to_its_last(files: Path) -> None:
         path.chmod(0o600)
 
     def connect(name: str) -> ZmqChannel:
-        keys = ClientKeys(read_secret_key(files / f"{name}.key"), public)
+        keys = ClientKeys(read_key(files / f"{name}.key", secret=True), public)
         return ZmqChannel(service.endpoint, timeout_s=60, keys=keys, heartbeat_timeout_s=CALM_S)
 
     allow("friend", "other")

@@ -20,7 +20,7 @@ from gpu_side.access import ServiceKeys
 from gpu_side.encoding import open_request
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.channel import PendingChannel
-from protocol.curve import ClientKeys, read_public_key, read_secret_key
+from protocol.curve import ClientKeys, read_key
 from protocol.errors import AbsentError, EndpointError
 from protocol.messages import InitReply, InitRequest, LMHeadRequest
 from protocol.tensors import from_torch
@@ -124,8 +124,8 @@ def test_a_stopped_service_is_noticed_by_all_that_wait_and_used_again(
     if link != "shm":
         for name in ("service", "client"):
             new_key_pair(tmp_path / name)
-        public = read_public_key(tmp_path / "service.pub")
-        keys = ClientKeys(read_secret_key(tmp_path / "client.key"), public)
+        public = read_key(tmp_path / "service.pub", secret=False)
+        keys = ClientKeys(read_key(tmp_path / "client.key", secret=True), public)
         bind = "tcp://127.0.0.1:*"
         options += ["--identity", str(tmp_path / "service.key")]
         options += ["--allow", str(tmp_path / "client.pub")]

@@ -23,10 +23,10 @@ import zmq
 from torch.nn.functional import linear
 
 from gpu_side.access import ServiceKeys
+from gpu_side.kernels import exact_product
 from protocol.channel import Channel, PendingChannel
 from protocol.curve import ClientKeys
 from protocol.errors import ProtocolError, TsqpError
-from protocol.integer import exact_product
 from protocol.messages import FUSED_MODULES, InitRequest, LinearRequest, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint, linear_digest
 from protocol.model.config import read_config

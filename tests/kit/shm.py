@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from gpu_side.encoding import open_request
-from protocol.shared_memory import ATTACH, Areas, Lane, adopt, create
+from gpu_side.transport.stream_client import adopt
+from protocol.shared_memory import ATTACH, Areas, Lane, create
 from protocol.stream_wire import frames_in, to_pieces
 from protocol.tensors import Buffer
 from tests.kit.wire import raw_socket

@@ -10,7 +10,7 @@ def main() -> None:
     """Say which kernels the installed wheel has; the exit status is 1 if they do not run here."""
     choice = native.choice()
     installed = Path(native.__file__).is_relative_to(sys.prefix)
-    if not (installed and choice.built and not choice.refused):
+    if not (installed and native.library and not choice.refused):
         sys.exit(f"wheel: got {choice} from {native.__file__}, expected its own compiled kernels")
     print(f"wheel: {', '.join(native.library.variants())} of {native.__file__}")  # noqa: T201
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.integer import exact_product
+from protocol.integer import ring_product
 from tee_side.protect.calibration import norm_limit
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
@@ -41,7 +41,7 @@ def test_any_right_product_passes_and_any_wrong_one_is_refused(
     Or an error is added in the ring, as a service adds it to what it cannot see.
     """
     weight, x = product
-    right = exact_product(x, weight)
+    right = ring_product(x, weight)
     seed = errors[0][0]
     assert ExactCheck.draw(weight, Randomness(seed.to_bytes(4, "big") * 8)).holds(x, right)
     wrong = right.clone().flatten()

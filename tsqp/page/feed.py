@@ -29,7 +29,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from protocol.channel import Channel, WrappedChannel
+from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES, Request
 from protocol.prepared import Payload, PreparedRequest
@@ -38,6 +38,7 @@ from tee_side.model.batch import kv_bytes
 from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
 from tsqp.page.seen import ReceivedTensors, Seen, VocabularyMatcher, describe_request, summarise
+from tsqp.wrapped_channel import WrappedChannel
 
 HEAD_BYTES = 64
 MAX_PAGES = 8  # whose last answer is kept

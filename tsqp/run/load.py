@@ -369,13 +369,14 @@ def read_client_keys(settings: RunSettings, manifest: Manifest | None) -> tuple[
     identity, services = settings.identity, settings.service_key
     if identity is None and not services:
         return ()
-    from protocol.curve import ClientKeys, public_key, read_secret_key
+    from protocol.curve import ClientKeys, read_key
+    from tsqp.key_files import public_key
 
     if identity is None or not services:
         options = ("--identity", "--service-key")
         given, missing = options if identity else reversed(options)
         raise SettingsError("keys", got=f"{given} alone", expected=f"{missing} as well, or neither")
-    secret, check = read_secret_key(identity), check_of(manifest, "--service-key")
+    secret, check = read_key(identity, secret=True), check_of(manifest, "--service-key")
     return tuple(ClientKeys(secret, public_key(service, check)) for service in services)
 
 
@@ -414,8 +415,9 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
             got=", ".join(settings.gpu),
             expected="a service with a URL",
         )
-    from protocol.curve import HttpAccess, read_text, read_token, require_only_we_write
+    from protocol.curve import HttpAccess, read_text, require_only_we_write
     from protocol.endpoint import one_for_each
+    from tsqp.key_files import read_token
 
     # Scheme, host and port.
     hosts = ["".join(url.lower().split("/")[:3]) for url in urls]

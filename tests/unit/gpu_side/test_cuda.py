@@ -24,13 +24,13 @@ from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile, check_ring
 from gpu_side.cuda.products import CudaKernels, DeviceProducts, Product
 from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
-from gpu_side.kernels import PinnedStaging, queued
+from gpu_side.kernels import PinnedStaging, exact_product, queued
 from gpu_side.transport.listener import Incoming
+from gpu_side.transport.stream_client import adopt
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import KernelError
-from protocol.integer import exact_product
 from protocol.messages import Timing
-from protocol.shared_memory import SlotMemory, adopt, create
+from protocol.shared_memory import SlotMemory, create
 from protocol.stream_wire import layout
 from protocol.tensors import to_torch
 from tests.kit import ask

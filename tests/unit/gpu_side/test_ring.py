@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from gpu_side.cuda.device import InPlaceJob, tiles_for
+from gpu_side.kernels import exact_product
 from protocol.errors import KernelError
-from protocol.integer import exact_product
 from tests.kit.rows import each_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

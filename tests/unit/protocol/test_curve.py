@@ -2,6 +2,7 @@
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,7 @@ from protocol.curve import (
     PUBLIC_HEADER,
     SECRET_HEADER,
     ClientKeys,
-    read_public_key,
-    read_secret_key,
+    read_key,
     require_zmq_keys,
 )
 from protocol.endpoint import is_beyond_loopback, is_exposed
@@ -25,6 +25,7 @@ from tsqp.key_files import new_key_pair, public_key_of
 TOO_LARGE = "#" * 5
 GOOD = "a" * 40
 Pair = tuple[Path, Path, str]
+read_secret_key, read_public_key = (partial(read_key, secret=which) for which in (True, False))
 
 
 @pytest.fixture

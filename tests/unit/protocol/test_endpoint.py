@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from gpu_side.transport.http_listener import HttpListener
+from gpu_side.transport.listener import socket_path
 from gpu_side.transport.stream_listener import StreamListener
 from gpu_side.transport.zmq_listener import ZmqListener
 from protocol.endpoint import UNIX_PATH_MAX_BYTES, parse_endpoint
@@ -89,7 +90,7 @@ def test_an_endpoint_of_no_use_to_a_class_is_refused(opens: Any, endpoint: str, 
 def test_a_path_is_as_long_as_can_be_bound(scheme: str, limit: int, tmp_path: Path) -> None:
     longest = f"{tmp_path}/".ljust(limit, "x")
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(parse_endpoint(f"{scheme}://{longest}").socket_path or "")
+        listening.bind(socket_path(parse_endpoint(f"{scheme}://{longest}")) or "")
     Path(longest).unlink()
     assert f"{limit + 1} bytes, expected at most {limit}" in _refusal(f"{scheme}://{longest}x")
     # Bytes of the file system, not characters.

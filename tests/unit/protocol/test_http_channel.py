@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
-from protocol.curve import HttpAccess, read_token
+from protocol.curve import HttpAccess
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -28,6 +28,7 @@ from protocol.tensors import from_torch, to_torch
 from tests.kit.http_proxy import certificate
 from tests.kit.rows import each_row
 from tests.kit.wire import tensor_reply
+from tsqp.key_files import read_token
 
 TOKEN = "tsqp-" + "t" * 43
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.zeros(4)))

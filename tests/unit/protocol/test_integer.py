@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from gpu_side.kernels import digits_needed, exact_product
 from protocol import native
 from protocol.errors import KernelError
 from protocol.integer import (
@@ -20,9 +21,7 @@ from protocol.integer import (
     MAX_IN_FEATURES,
     check_kernels,
     digits_below,
-    digits_needed,
     empty_weight,
-    exact_product,
     ring_product,
     to_digits,
 )
@@ -220,7 +219,7 @@ def test_without_a_library_torch_computes_and_the_log_says_so(
         native.use("sse9")
     with monkeypatch.context() as patch:
         patch.setattr(native, "library", None)
-        assert native.use() == native.Choice("torch", (), False)
+        assert native.use() == native.Choice("torch", ())
         assert [record.message for record in caplog.records] == ["no_compiled_kernels"]
         assert not native.compiled_for(torch.float32)
         with pytest.raises(KernelError):

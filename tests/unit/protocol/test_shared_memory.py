@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from gpu_side.encoding import open_request
+from gpu_side.transport import stream_client
+from gpu_side.transport.stream_client import adopt
 from gpu_side.transport.stream_listener import StreamListener
-from protocol import shared_memory
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
-from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, adopt, create
+from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, create
 from protocol.shm import ShmChannel
 from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer, from_torch, to_torch
@@ -103,9 +104,9 @@ def test_huge_pages_are_refused_but_transparent_ones(monkeypatch: pytest.MonkeyP
     transparent = os.stat_result(fields, {"st_blksize": 2**21})
     huge = os.statvfs_result((2**21, *tuple(os.fstatvfs(file))[1:]))
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory.os, "fstat", lambda _: transparent)
+        patch.setattr(stream_client.os, "fstat", lambda _: transparent)
         adopt(file, US)
-    monkeypatch.setattr(shared_memory.os, "fstatvfs", lambda _: huge)
+    monkeypatch.setattr(stream_client.os, "fstatvfs", lambda _: huge)
     with pytest.raises(ProtocolError, match="got pages of 2097152 bytes"):
         adopt(file, US)
     os.close(file)

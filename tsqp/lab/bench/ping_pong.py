@@ -33,11 +33,12 @@ import torch
 import zmq
 
 from gpu_side.encoding import encode_reply
+from gpu_side.transport.stream_client import adopt
 from protocol.encoding import encode_request
 from protocol.errors import SettingsError
 from protocol.messages import LinearRequest, TensorReply, Timing
 from protocol.prepared import PreparedRequest
-from protocol.shared_memory import ATTACH, WAKE_UP, Lane, adopt, create
+from protocol.shared_memory import ATTACH, WAKE_UP, Lane, create
 from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer, from_torch, short_name
 from protocol.transport import open_channel

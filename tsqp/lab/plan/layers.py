@@ -24,7 +24,7 @@ import torch
 from gpu_side.tasks import Computed, RequestChecker, Task
 from gpu_side.weights import ServedModel
 from protocol import native
-from protocol.channel import Channel, WrappedChannel
+from protocol.channel import Channel
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES
@@ -54,6 +54,7 @@ from tsqp.lab.plan.costs import (
     Step,
     Stretch,
 )
+from tsqp.wrapped_channel import WrappedChannel
 
 _WARM_UP = 2
 _PROMPTS = 5

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import CalibrationError, ModelError, PolicyError
-from protocol.integer import exact_product
+from protocol.integer import ring_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, model_digest
 from protocol.model.config import read_config
@@ -59,7 +59,7 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     x = torch.nn.functional.normalize(torch.randn(rows, shape[1], dtype=torch.float64))
     x = (x * LIMIT * 0.995 / largest).to(torch.int32)
     with using_kernels(kernels):
-        check, y = ExactCheck.draw(weight, Randomness()), exact_product(x, weight)
+        check, y = ExactCheck.draw(weight, Randomness()), ring_product(x, weight)
         assert check.vectors_kO.shape == (VECTORS, shape[0])
         assert check.low_kI.dtype == check.high_kI.dtype == check.vectors_kO.dtype == torch.int32
         products_kI = check.low_kI.long() + (check.high_kI.long() << 32)

@@ -19,7 +19,7 @@ from protocol.errors import (
     TsqpError,
     VerificationError,
 )
-from protocol.integer import exact_product
+from protocol.integer import ring_product
 from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
@@ -222,7 +222,7 @@ def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -
     request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))
     weight = _check(model, held=True).weights.held[GATE_UP]
     parts = [weight.weight[weight.rows[module]] for module in names]
-    return Claim(request, exact_product(x, torch.cat(parts)))
+    return Claim(request, ring_product(x, torch.cat(parts)))
 
 
 @pytest.mark.parametrize(
