@@ -17,7 +17,13 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, Pads, WhenOut, fill_pads
+from tee_side.protect.pads.background_maker import (
+    BACKGROUND_BATCH_TOKENS,
+    BackgroundMaker,
+    Load,
+    missing,
+)
+from tee_side.protect.pads.source import MANY_ROWS, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -202,7 +208,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     pads, _, maker = _pads(1, "wait")
     lane = PadLane(pads)
     maker.error = PadBankError("bank", got="0 bytes available", expected="4096 bytes")
-    with pads.background.running():
+    with pads.filling():
         assert maker.tried.wait(WAIT_S)
     _step(lane, 1)
     with pytest.raises(PadBankError, match="0 bytes available"):
@@ -214,7 +220,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * source.BACKGROUND_BATCH_TOKENS, source.BACKGROUND_BATCH_TOKENS
+    ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
     lane = PadLane(pads)
     for ready, wanted in (
@@ -227,7 +233,7 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
         if store.available > ready:
             _step(lane, store.available - ready)
         lane.end_step()
-        assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
+        assert tuple(max(0, missing(store, ahead, load)) for load in LOADS) == wanted
 
 
 def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
@@ -239,7 +245,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         assert go_on.wait(WAIT_S)
         batches.append(tokens)
 
-    maker = source.BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
+    maker = BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
 
     def until(holds: Callable[[], object]) -> None:
         with maker._changed:
@@ -266,7 +272,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
-        maker = source.BackgroundMaker(lambda _: 1, fail)
+        maker = BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             assert maker._ended.exception(WAIT_S) is not None
             inside(tell_load)
