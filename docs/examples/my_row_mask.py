@@ -7,7 +7,7 @@ from pydantic import Field
 
 from tee_side.protect.masks.mask import Masked, RowMask
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.draws import signs, uniform
+from tsqp.lab.research.draws import normal, signs, uniform
 
 
 class RowReflection(RowMask):
@@ -35,9 +35,9 @@ class RowReflection(RowMask):
         T, in_features = x_TI.shape
         rows = T + self.shield_rows
         size = x_TI.double().square().mean().sqrt()
-        shield = randomness.normal(self.shield_rows, in_features) * size
+        shield = normal(randomness, self.shield_rows, in_features) * size
         d_R1 = uniform(randomness, rows, 1, low=0.5, high=2) * signs(randomness, rows, 1)
-        v_kR1 = randomness.normal(self.reflections, rows, 1)
+        v_kR1 = normal(randomness, self.reflections, rows, 1)
         v_kR1 /= v_kR1.norm(dim=1, keepdim=True)
 
         sent_RI = torch.cat([x_TI.double(), shield]) * d_R1

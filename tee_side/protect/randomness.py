@@ -34,14 +34,12 @@ _CHUNK_BYTES = 256 * 1024
 # The type: inside the classes below, `bytes` is a method.
 Bytes: TypeAlias = bytes
 
-_MANTISSA_BITS = 53
-
 
 class Randomness:
     """A cryptographic generator. `key`: 32 bytes, from the operating system if None.
 
-    The counter begins at 0: the same key gives the same numbers on every machine (floats: up to the
-    last bit of log, cos and QR). For others vary the key, by `derive`.
+    The counter begins at 0: the same key gives the same numbers on every machine. For others vary
+    the key, by `derive`.
 
     Threads: a generator belongs to one thread; give others a generator that was derived from it.
     Processes: a copy in a forked child would repeat what its parent draws, and is refused with
@@ -71,20 +69,6 @@ class Randomness:
         """Return int32 elements, uniform over Z_2^32."""
         return self.elements(shape, torch.int32)
 
-    def normal(self, *shape: int) -> torch.Tensor:
-        """Return float64 elements, standard normal (Box and Muller 1958).
-
-        Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a
-        true normal has beyond that (probability 1e-17) is missing.
-        """
-        count = math.prod(_checked(shape))
-        pairs = (count + 1) // 2
-        bits = self.elements((2, pairs), torch.int64).bitwise_and(2**_MANTISSA_BITS - 1).double()
-        radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
-        angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
-        both = torch.cat((radius * angle.cos(), radius * angle.sin()))
-        return both[:count].reshape(shape)
-
     def derive(self, label: Bytes) -> Randomness:
         """Return an independent generator (HKDF-SHA256, RFC 5869) that depends on key and label.
 
@@ -96,7 +80,9 @@ class Randomness:
 
     def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return elements of an integer dtype, uniform over all its values."""
-        count = math.prod(_checked(shape))
+        if any(size < 0 for size in shape):
+            raise ValueError(f"randomness: got shape {list(shape)}, expected sizes of at least 0")
+        count = math.prod(shape)
         if count == 0:  # torch refuses an empty buffer
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.bytes(count * dtype.itemsize), dtype=dtype).view(shape)
@@ -135,20 +121,17 @@ class Keystream:
         """Return `rows` of several sites, by number. `sizes`: features of each."""
         counts = {site: 4 * features for site, features in sizes.items()}
         self._check(indices, counts)
-        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
-        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
+        words = numpy.empty(len(indices) * sum(sizes.values()), numpy.int32)
+        left, context = words.view(numpy.uint8).data, self._context
+        zeros = memoryview(bytes(max(counts.values(), default=0)))
         for site, count in counts.items():
             for index in indices:
                 context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
                 context.update_into(zeros[:count], left[:count])
                 left = left[count:]
-        if not drawn:  # torch refuses an empty buffer
-            words = [torch.empty(0, dtype=torch.int32)] * len(sizes)
-        else:
-            rows = [len(indices) * features for features in sizes.values()]
-            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(rows))
-        shapes = zip(sizes.items(), words, strict=True)
-        return {site: part.view(len(indices), features) for (site, features), part in shapes}
+        rows = [len(indices) * features for features in sizes.values()]
+        parts = zip(sizes.items(), torch.from_numpy(words).split(rows), strict=True)
+        return {site: part.view(len(indices), features) for (site, features), part in parts}
 
     def fill(self, indices: range, site: int, words_TI: torch.Tensor) -> None:
         """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
@@ -192,9 +175,3 @@ def _counting(key: bytes) -> CipherContext:
     if len(key) != KEY_BYTES:
         raise ValueError(f"randomness: key: got {len(key)} bytes, expected {KEY_BYTES}")
     return Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
-
-
-def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if any(size < 0 for size in shape):
-        raise ValueError(f"randomness: got shape {list(shape)}, expected sizes of at least 0")
-    return shape

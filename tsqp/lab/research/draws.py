@@ -1,4 +1,7 @@
-"""What masks draw beside ring elements and normal numbers, all from the generator that they get."""
+"""What masks draw beside ring elements, all from the generator that they get.
+
+The same key gives the same floats on every machine up to the last bit of log, cos and QR.
+"""
 
 import math
 
@@ -7,6 +10,21 @@ import torch
 from tee_side.protect.randomness import Randomness
 
 _MANTISSA_BITS = 53
+
+
+def normal(randomness: Randomness, *shape: int) -> torch.Tensor:
+    """Return float64 elements, standard normal (Box and Muller 1958).
+
+    Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a true
+    normal has beyond that (probability 1e-17) is missing.
+    """
+    count = math.prod(shape)
+    bits = randomness.elements((2, (count + 1) // 2), torch.int64)
+    bits = bits.bitwise_and(2**_MANTISSA_BITS - 1).double()
+    radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
+    angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
+    both = torch.cat((radius * angle.cos(), radius * angle.sin()))
+    return both[:count].reshape(shape)
 
 
 def signs(randomness: Randomness, *shape: int) -> torch.Tensor:
@@ -59,7 +77,7 @@ def orthogonal(randomness: Randomness, n: int) -> torch.Tensor:
 
     The signs of R's diagonal are moved into Q; without that, LAPACK's choice of them shows.
     """
-    q, r = torch.linalg.qr(randomness.normal(n, n))
+    q, r = torch.linalg.qr(normal(randomness, n, n))
     flips = torch.where(r.diagonal() < 0, -1.0, 1.0)
     rotation: torch.Tensor = q * flips
     return rotation

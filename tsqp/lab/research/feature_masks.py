@@ -24,7 +24,7 @@ from tee_side.protect.masks.mask import (
     SegmentMask,
 )
 from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.draws import orthogonal, permutation
+from tsqp.lab.research.draws import normal, orthogonal, permutation
 
 _HALVINGS = 80
 # Smaller gains count as this part of the largest: 0 cannot be divided by, and no row gets longer.
@@ -116,7 +116,7 @@ class _MappedSite(KeyedTransform):
         sent_TI = self._input.apply(x_TI.float() / self._fold_I)
         if self._sigma:
             rms_T1 = sent_TI.square().mean(-1, keepdim=True).sqrt()
-            noise_TI = self._sigma * randomness.normal(*sent_TI.shape).float()
+            noise_TI = self._sigma * normal(randomness, *sent_TI.shape).float()
             # Behind a norm rows are cut to the length that epsilon is stated for: rounding of
             # bfloat16 can make them longer. Elsewhere the noise is as large as the row.
             sent_TI = (
@@ -142,7 +142,7 @@ class _MappedStream(KeyedSegment):
         sent_TD = self._hidden.apply(h_TD.float())
         if self._sigma:
             T, D = sent_TD.shape
-            noise_TD = torch.stack([next(randomness).normal(D) for _ in range(T)])
+            noise_TD = torch.stack([normal(next(randomness), D) for _ in range(T)])
             sent_TD = sent_TD + self._sigma * noise_TD.float()
         return Masked((sent_TD.to(h_TD.dtype),), self._unmask)
 

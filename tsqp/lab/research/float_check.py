@@ -39,6 +39,7 @@ from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import tensors_of
 from tee_side.protect.verification import Blocks, Checks, Claim, InTime, Weights, rows_of_part
 from tee_side.words import Site
+from tsqp.lab.research.draws import normal
 
 FLOAT_VECTORS = 8
 _lengths = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -141,7 +142,7 @@ class FloatCheck:
     def draw(weight_OI: torch.Tensor, randomness: Randomness) -> FloatCheck:
         """Draw vectors for a weight, floats [O, I], in blocks of float64."""
         O, I = weight_OI.shape  # noqa: E741
-        s_Ok = randomness.normal(O, FLOAT_VECTORS)
+        s_Ok = normal(randomness, O, FLOAT_VECTORS)
         product_Ik = torch.zeros(I, FLOAT_VECTORS, dtype=torch.float64)
         squares, size = 0.0, max(1, _BLOCK_ELEMENTS // I)
         for s_nk, weight_nI in zip(s_Ok.split(size), weight_OI.split(size), strict=True):
@@ -293,7 +294,7 @@ class ProductCheck(ByAnswer):
         ActivationRangeError.
         """
         _, J, N = x[1].shape
-        s_Nk = self._randomness.normal(N, FLOAT_VECTORS)
+        s_Nk = normal(self._randomness, N, FLOAT_VECTORS)
         a64_BMJ, b64_BJN = (operand.double() for operand in x)
         expected_BMk = a64_BMJ @ (b64_BJN @ s_Nk)
         gain_B1 = b64_BJN.square().sum((1, 2)).div(J).sqrt()[:, None]

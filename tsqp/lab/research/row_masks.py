@@ -9,6 +9,7 @@ from tee_side.protect.masks.mask import AdditiveMask, Factors, Masked, MaskedPro
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.draws import (
     integers,
+    normal,
     orthogonal,
     permutation,
     signs,
@@ -148,7 +149,7 @@ class RowRotation(RowMask):
         """Rotate the rows among each other. GPU sees: Q [X; S]."""
         T, in_features = x_TI.shape
         size = x_TI.double().square().mean().sqrt()
-        shield = randomness.normal(self.shield_rows, in_features) * size
+        shield = normal(randomness, self.shield_rows, in_features) * size
         # float32 is as exact as the product that follows, and half the work of float64.
         rows = torch.cat([x_TI.float(), shield.float()])
         q = orthogonal(randomness, T + self.shield_rows).float()

@@ -21,6 +21,7 @@ from tee_side.protect.masks.mask import Factors, FeatureSite, Mask, Masked, Pad,
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tee_side.protect.sites import site_number
 from tests.kit.rows import each_row
+from tsqp.lab.research.draws import normal
 from tsqp.lab.research.feature_masks import FeaturePermutation
 from tsqp.lab.research.row_masks import RowPermutation
 
@@ -90,15 +91,15 @@ def test_a_forked_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
     """All bits 0 is the smallest uniform, which must not be 0; all bits 1 the largest, 1."""
-    drawn = Randomness(KEY).normal(1_000_001)  # odd: one half of a pair is left out
+    drawn = normal(Randomness(KEY), 1_000_001)  # odd: one half of a pair is left out
     assert _is_even((torch.special.ndtr(drawn) * 256).clamp(max=255), 256)
     # Both halves of a pair are independent.
-    first, second = Randomness(KEY).normal(2, 500_000)
+    first, second = normal(Randomness(KEY), 2, 500_000)
     assert abs(float((first * second).mean())) < 5 / math.sqrt(500_000)
     for byte, limit in ((0, 8.6), (255, 1e-7)):
         generator = Randomness(KEY)
         generator.bytes = lambda n, byte=byte: bytearray([byte]) * n  # type: ignore[misc]
-        drawn = generator.normal(6)
+        drawn = normal(generator, 6)
         assert drawn.isfinite().all()
         assert float(drawn.abs().max()) < limit
 
