@@ -62,6 +62,7 @@ from tee_side.protect.pads.bank_files import (
     Purpose,
     State,
     encode_header,
+    free_bytes,
     lock,
     open_file,
     read_file,
@@ -71,7 +72,6 @@ from tee_side.protect.pads.bank_files import (
     refusal,
     refusing,
     replace,
-    require_space,
     slot_bytes,
     sync_directory,
     write_out,
@@ -177,11 +177,13 @@ class BankFile(PadStore):
         }
         for file in contents:
             PadBankError.unless(not os.path.lexists(file), str(file), "an existing file", "none")
+        with refusing(place.bank):
+            free = free_bytes(place.bank)
+        got, expected = f"{free} bytes available", f"{size} bytes"
+        PadBankError.unless(free >= size, str(place.bank), got, expected)
         with ExitStack() as made:
             for file, content in contents.items():
                 with refusing(file):
-                    if file is place.key:
-                        require_space(place.bank, size)
                     descriptor = os.open(file, os.O_EXCL | NEW_FILE, 0o600)
                     made.callback(file.unlink)
                     write_out(descriptor, content, size if file is place.bank else len(content))

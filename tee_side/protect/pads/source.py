@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -126,6 +127,7 @@ def read_weights(
     return integers if arithmetic == "int8" else floats
 
 
+@dataclass(eq=False)
 class Pads:
     """The pads of a run, for one additive mask.
 
@@ -134,39 +136,33 @@ class Pads:
     them. `fill`: makes pads for so many tokens more, and puts them into the store, as `fill_pads`
     does; None in a TEE without linear weights, which cannot make any. `ahead`: tokens that pads are
     kept ready for while nothing runs, None for all that the store has room for; beside steps, half
-    of them. `decode_share`: of these, what a prompt leaves to decode; None where
-    it need not. `on_wait` is told how many are missing. `store` counts what there is.
+    of them. `decode_share`: of these, what a prompt leaves to decode; None where it need not.
+    `on_wait` is told how many are missing. `store` counts what there is.
     """
 
-    def __init__(
-        self,
-        mask: AdditiveMask,
-        store: PadStore,
-        fill: Callable[[int], None] | None,
-        when_out: WhenOut,
-        *,
-        ahead: int | None = None,
-        decode_share: float | None = None,
-        on_wait: Callable[[int], None] | None = None,
-    ) -> None:
-        self.mask = mask
-        self.store = store
-        self._fill = fill
-        self.when_out: WhenOut = when_out
-        # Tokens that pads are kept ready for.
-        self._kept = store.capacity if ahead is None else min(ahead, store.capacity)
-        self._decode_share = decode_share
-        self._on_wait = on_wait
+    mask: AdditiveMask
+    store: PadStore
+    fill: Callable[[int], None] | None
+    when_out: WhenOut
+    _: KW_ONLY
+    ahead: int | None = None
+    decode_share: float | None = None
+    on_wait: Callable[[int], None] | None = None
+    # Since the first block of `filling`.
+    background: BackgroundMaker | None = field(default=None, init=False)
+    # Totals for people: steps that found no pads left, by what was done instead.
+    waited: int = field(default=0, init=False)
+    in_tee: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._batch_tokens = FIRST_BATCH_TOKENS
-        # Since the first block of `filling`.
-        self.background: BackgroundMaker | None = None
-        # Totals for people: steps that found no pads left, by what was done instead.
-        self.waited = 0
-        self.in_tee = 0
+        capacity = self.store.capacity
+        # Tokens that pads are kept ready for.
+        self._kept = capacity if self.ahead is None else min(self.ahead, capacity)
 
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
-        share = self._decode_share
+        share = self.decode_share
         return share is None or self.store.available - rows >= share * self._kept
 
     def plenty(self, rows: int) -> bool:
@@ -183,7 +179,7 @@ class Pads:
         if available < rows and self.when_out == "wait":
             self.waited += 1
             self.store.check_usable()
-            if self._fill is None:
+            if self.fill is None:
                 got = "no linear weights to make more from"
                 raise PadsExhaustedError("pads", got, f"{rows} in the bank")
             PadsExhaustedError.unless(
@@ -195,8 +191,8 @@ class Pads:
             background = self.background
             with nullcontext() if background is None else background.held_off():
                 while (missing := rows - self.store.available) > 0:
-                    if self._on_wait is not None:
-                        self._on_wait(missing)
+                    if self.on_wait is not None:
+                        self.on_wait(missing)
                     wanted = min(self.store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
                     PadsExhaustedError.unless(
                         wanted > 0,
@@ -204,7 +200,7 @@ class Pads:
                         f"room for {self.store.capacity} tokens, used by this step",
                         f"{missing} more (fewer --step-tokens need fewer at once)",
                     )
-                    self._fill(wanted)
+                    self.fill(wanted)
                     self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
             return rows
         return min(rows, available)
@@ -236,7 +232,7 @@ class Pads:
 
         if self.background is None:
             wanted = partial(missing, self.store, self._kept)
-            self.background = BackgroundMaker(wanted, self._fill)
+            self.background = BackgroundMaker(wanted, self.fill)
         return self.background.running()
 
 

@@ -338,8 +338,8 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
-        assert pads._fill is not None
-        pads._fill(1)
+        assert pads.fill is not None
+        pads.fill(1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
