@@ -239,8 +239,7 @@ class Runner(AbstractContextManager["Runner"]):
         At first it is idle; see `BackgroundMaker.running`.
         """
         with ExitStack() as filling:
-            pads = self._assembly.pads.values()
-            told = [filling.enter_context(one.filling()) for one in pads]
+            told = [filling.enter_context(one.filling()) for one in self._assembly.pads.values()]
 
             def tell_load(load: Load) -> None:
                 for tell in told:

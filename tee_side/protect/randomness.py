@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 KEY_BYTES = 32
-NONCE_BYTES = 16
+# Of AES; a counter is one.
 BLOCK_BYTES = 16
 # The counter of one keystream has 32 bits; past them it would run into the next site's blocks.
 MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
@@ -45,7 +45,7 @@ class Randomness:
     Processes: a copy in a forked child would repeat what its parent draws, and is refused with
     RuntimeError.
 
-    Raises ValueError for a key of another length, and for negative sizes.
+    Raises ValueError for a key of another length, and for a negative size.
     """
 
     def __init__(self, key: Bytes | None = None) -> None:
@@ -80,8 +80,6 @@ class Randomness:
 
     def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return elements of an integer dtype, uniform over all its values."""
-        if any(size < 0 for size in shape):
-            raise ValueError(f"randomness: got shape {list(shape)}, expected sizes of at least 0")
         count = math.prod(shape)
         if count == 0:  # torch refuses an empty buffer
             return torch.empty(shape, dtype=dtype)
@@ -126,7 +124,7 @@ class Keystream:
         zeros = memoryview(bytes(max(counts.values(), default=0)))
         for site, count in counts.items():
             for index in indices:
-                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+                context.reset_nonce((index << 64 | site << 32).to_bytes(BLOCK_BYTES, "big"))
                 context.update_into(zeros[:count], left[:count])
                 left = left[count:]
         rows = [len(indices) * features for features in sizes.values()]
@@ -174,4 +172,4 @@ def _counting(key: bytes) -> CipherContext:
     """Return AES in counter mode, from 0 on. Raises ValueError for a key of another length."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"randomness: key: got {len(key)} bytes, expected {KEY_BYTES}")
-    return Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK_BYTES))).encryptor()

@@ -29,8 +29,6 @@ from tsqp.run.settings import RunSettings, model_directory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from click._termui_impl import ProgressBar
-
     from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import BankPlace
 
@@ -141,12 +139,13 @@ def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
         )
     if wanted == 0:
         return
-    sites = len(store.layout.sites)
     batches = [min(BATCH_TOKENS, wanted - start) for start in range(0, wanted, BATCH_TOKENS)]
     started = time.perf_counter()
-    with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
+    with click.progressbar(
+        length=wanted * len(store.layout.sites), label="pads", file=sys.stderr
+    ) as bar:
         for count in batches:
-            make(count, on_site=partial(_advance, bar, count))
+            make(count, on_site=bar.update)
     elapsed = time.perf_counter() - started
     rate = product_operations(store.layout) * wanted / elapsed / 1e9
     click.echo(
@@ -154,10 +153,6 @@ def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
         f" {rate:.0f} GOP/s of int8",
         err=True,
     )
-
-
-def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
-    bar.update(tokens)
 
 
 def _show(place: BankPlace, *, as_json: bool) -> None:

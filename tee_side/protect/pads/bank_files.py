@@ -23,7 +23,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -213,14 +213,12 @@ def lock(descriptor: int, path: Path) -> None:
 def _holder(descriptor: int) -> str:
     """Say which process holds the lock, if the kernel tells us."""
     inode = f":{os.fstat(descriptor).st_ino}"
-    try:
+    with suppress(OSError):
         locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return ""
-    for fields in map(str.split, locks):
-        # "1: FLOCK ADVISORY WRITE 4711 fd:00:131073 0 EOF"; a waiting one has "->" in between.
-        if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].endswith(inode):
-            return f" by process {fields[4]}" if int(fields[4]) > 0 else ""
+        for fields in map(str.split, locks):
+            # "1: FLOCK ADVISORY WRITE 4711 fd:00:131073 0 EOF"; a waiting one has "->" in between.
+            if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].endswith(inode):
+                return f" by process {fields[4]}" if int(fields[4]) > 0 else ""
     return ""
 
 
@@ -405,13 +403,10 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Bank
     keys = Keys.derive(key, body)
     written = _whole_pages(body, keys)
     _check_written(f"{path}: header", os.pread(file, len(written), 0), written)
-    try:
+    fields = f"the fields of version {VERSION}"
+    with PadBankError.instead_of(ValueError, f"{path}: header", "ValidationError", fields):
         header = BankHeader.model_validate_json(body[_PREAMBLE.size :])
         header.layout  # noqa: B018 - raises if it is none
-    except ValueError as error:  # pydantic's is one, too
-        raise PadBankError(
-            f"{path}: header", f"{type(error).__name__}", f"the fields of version {VERSION}"
-        ) from None
     return header, keys, len(written)
 
 

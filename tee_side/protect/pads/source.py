@@ -57,22 +57,22 @@ def fill_pads(
     weights: Weights,
     store: PadStore,
     tokens: int,
-    on_site: Callable[[int, int], None] | None = None,
+    on_site: Callable[[int], object] | None = None,
 ) -> None:
     """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
 
     Computes u for what the store asks; memory is one site's weight and products. `on_site`: called
-    with (sites done, sites in all) after each site.
+    with `tokens` after each site.
 
     Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the store
     has no room for so many.
     """
-    sites, put = store.layout.sites, None
+    put = None
     with (
         store.begin(-(-tokens // store.group) * store.group) as batch,
         ThreadPoolExecutor(1, "pads put") as writer,
     ):
-        for done, site in enumerate(sites, start=1):
+        for site in store.layout.sites:
             r_TI, weight_OI = mask.draw(batch.r(site.number)), weights(site)
             # Ring elements, or the bits of float32. Biases come later.
             u_TO = (
@@ -86,7 +86,7 @@ def fill_pads(
             # Inference mode is each thread's own, and a store may have been made in it.
             put = writer.submit(torch.inference_mode()(batch.put), site.number, u_TO)
             if on_site is not None:
-                on_site(done, len(sites))
+                on_site(tokens)
         if put is not None:
             put.result()
         batch.commit()
@@ -231,8 +231,7 @@ class Pads:
         from tee_side.protect.pads.background_maker import BackgroundMaker, missing
 
         if self.background is None:
-            wanted = partial(missing, self.store, self._kept)
-            self.background = BackgroundMaker(wanted, self.fill)
+            self.background = BackgroundMaker(partial(missing, self.store, self._kept), self.fill)
         return self.background.running()
 
 

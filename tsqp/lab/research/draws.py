@@ -19,10 +19,9 @@ def normal(randomness: Randomness, *shape: int) -> torch.Tensor:
     normal has beyond that (probability 1e-17) is missing.
     """
     count = math.prod(shape)
-    bits = randomness.elements((2, (count + 1) // 2), torch.int64)
-    bits = bits.bitwise_and(2**_MANTISSA_BITS - 1).double()
-    radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
-    angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
+    drawn = uniform(randomness, 2, (count + 1) // 2)
+    radius = (drawn[0] + 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
+    angle = drawn[1] * (2 * math.pi)
     both = torch.cat((radius * angle.cos(), radius * angle.sin()))
     return both[:count].reshape(shape)
 

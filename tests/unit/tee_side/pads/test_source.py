@@ -294,17 +294,17 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     directory = saved_model("qwen2").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 64)
-    told, checked = list[tuple[int, int]](), list[Site]()
+    told, checked = list[int](), list[Site]()
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
     weights = source.read_weights(checkpoint, config, "int8", check)
-    fill_pads(Pad(), weights, store, count, lambda *done: told.append(done))
+    fill_pads(Pad(), weights, store, count, told.append)
     fill_pads(Pad(), weights, store, 1)
     assert checked == [site.site for site in store.layout.sites]
-    assert told == [(done, 15) for done in range(1, 16)]
+    assert told == [count] * 15
     assert store.available == count + 1
     indices = store.take(count)
     for site in store.layout.sites:
