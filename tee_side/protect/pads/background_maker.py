@@ -132,8 +132,7 @@ def missing(store: PadStore, kept: int, load: Load) -> int:
     used at full speed, and what it falls to is held. So many also where more requests wait than
     run: made later, they would be made between two tokens.
     """
-    kept = kept if load == "idle" else kept // 2
-    wanted = min(store.room, kept - store.available)
+    wanted = min(store.room, (kept if load == "idle" else kept // 2) - store.available)
     if load != "idle" and wanted < BACKGROUND_BATCH_TOKENS:
         return 0
     return min(wanted, BACKGROUND_BATCH_TOKENS)
