@@ -17,12 +17,7 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.background_maker import (
-    BACKGROUND_BATCH_TOKENS,
-    BackgroundMaker,
-    Load,
-    missing,
-)
+from tee_side.protect.pads.background_maker import BATCH_TOKENS, BackgroundMaker, Load, missing
 from tee_side.protect.pads.source import MANY_ROWS, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
@@ -32,7 +27,6 @@ from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
 
-LOADS: tuple[Load, ...] = ("idle", "steps")
 FIRST, SECOND = SITES = [site.number for site in LAYOUT.sites]
 # A test that waits for what never comes fails.
 WAIT_S = 30.0
@@ -220,7 +214,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
+    ahead, batch = 4 * BATCH_TOKENS, BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
     lane = PadLane(pads)
     for ready, wanted in (
@@ -233,7 +227,7 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
         if store.available > ready:
             _step(lane, store.available - ready)
         lane.end_step()
-        assert tuple(max(0, missing(store, ahead, load)) for load in LOADS) == wanted
+        assert tuple(max(0, missing(store, ahead, load)) for load in ("idle", "steps")) == wanted
 
 
 def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:

@@ -100,8 +100,7 @@ def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
         generator = Randomness(KEY)
         generator.bytes = lambda n, byte=byte: bytearray([byte]) * n  # type: ignore[misc]
         drawn = normal(generator, 6)
-        assert drawn.isfinite().all()
-        assert float(drawn.abs().max()) < limit
+        assert float(drawn.abs().max()) < limit  # and finite
 
 
 @given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), size=st.integers(0, 25))
