@@ -27,7 +27,6 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
-from tee_side.protect.pads.source import Load, TellLoad
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.services.connected import Services
@@ -44,6 +43,7 @@ from tee_side.words import Operator
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.at_rest import Manifest
+    from tee_side.protect.pads.background_maker import Load, TellLoad
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,7 @@ class Runner(AbstractContextManager["Runner"]):
         At first it is idle; see `BackgroundMaker.running`.
         """
         with ExitStack() as filling:
-            pads = self._assembly.pads.values()
-            told = [filling.enter_context(one.background.running()) for one in pads]
+            told = [filling.enter_context(one.filling()) for one in self._assembly.pads.values()]
 
             def tell_load(load: Load) -> None:
                 for tell in told:

@@ -34,11 +34,11 @@ from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
+from tsqp.run.bank import padded
 from tsqp.run.load import (
     bank_place,
     exposed_services,
     load_run_policy,
-    padded,
     read_client_keys,
     read_http_access,
     service_appraisal,
@@ -166,14 +166,13 @@ def _calibration(start: Start) -> Iterator[Finding]:
 
 
 def _bank(start: Start) -> Iterator[Finding]:
-    bank: Path | None = start.settings.bank
     if not any(isinstance(mask, AdditiveMask) for mask in start.policy.masks):
-        if bank is not None:
+        if start.settings.bank is not None:
             yield Finding(
                 "run",
                 "bank",
                 "missing",
-                f"{bank} is of no use: policy {start.policy.name} needs no pads",
+                f"{start.settings.bank} is of no use: policy {start.policy.name} needs no pads",
                 "leave out --bank",
             )
         return

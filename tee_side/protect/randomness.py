@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 KEY_BYTES = 32
-NONCE_BYTES = 16
+# Of AES; a counter is one.
 BLOCK_BYTES = 16
 # The counter of one keystream has 32 bits; past them it would run into the next site's blocks.
 MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
@@ -38,14 +38,14 @@ Bytes: TypeAlias = bytes
 class Randomness:
     """A cryptographic generator. `key`: 32 bytes, from the operating system if None.
 
-    The counter begins at 0: the same key gives the same numbers on every machine (floats: up to the
-    last bit of log, cos and QR). For others vary the key, by `derive`.
+    The counter begins at 0: the same key gives the same numbers on every machine. For others vary
+    the key, by `derive`.
 
     Threads: a generator belongs to one thread; give others a generator that was derived from it.
     Processes: a copy in a forked child would repeat what its parent draws, and is refused with
     RuntimeError.
 
-    Raises ValueError for a key of another length, and for negative sizes.
+    Raises ValueError for a key of another length, and for a negative size.
     """
 
     def __init__(self, key: Bytes | None = None) -> None:
@@ -80,7 +80,7 @@ class Randomness:
 
     def elements(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return elements of an integer dtype, uniform over all its values."""
-        count = math.prod(_checked(shape))
+        count = math.prod(shape)
         if count == 0:  # torch refuses an empty buffer
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.bytes(count * dtype.itemsize), dtype=dtype).view(shape)
@@ -119,20 +119,17 @@ class Keystream:
         """Return `rows` of several sites, by number. `sizes`: features of each."""
         counts = {site: 4 * features for site, features in sizes.items()}
         self._check(indices, counts)
-        drawn, context = bytearray(len(indices) * sum(counts.values())), self._context
-        left, zeros = memoryview(drawn), memoryview(bytes(max(counts.values(), default=0)))
+        words = numpy.empty(len(indices) * sum(sizes.values()), numpy.int32)
+        left, context = words.view(numpy.uint8).data, self._context
+        zeros = memoryview(bytes(max(counts.values(), default=0)))
         for site, count in counts.items():
             for index in indices:
-                context.reset_nonce((index << 64 | site << 32).to_bytes(NONCE_BYTES, "big"))
+                context.reset_nonce((index << 64 | site << 32).to_bytes(BLOCK_BYTES, "big"))
                 context.update_into(zeros[:count], left[:count])
                 left = left[count:]
-        if not drawn:  # torch refuses an empty buffer
-            words = [torch.empty(0, dtype=torch.int32)] * len(sizes)
-        else:
-            rows = [len(indices) * features for features in sizes.values()]
-            words = list(torch.frombuffer(drawn, dtype=torch.int32).split(rows))
-        shapes = zip(sizes.items(), words, strict=True)
-        return {site: part.view(len(indices), features) for (site, features), part in shapes}
+        rows = [len(indices) * features for features in sizes.values()]
+        parts = zip(sizes.items(), torch.from_numpy(words).split(rows), strict=True)
+        return {site: part.view(len(indices), features) for (site, features), part in parts}
 
     def fill(self, indices: range, site: int, words_TI: torch.Tensor) -> None:
         """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
@@ -175,10 +172,4 @@ def _counting(key: bytes) -> CipherContext:
     """Return AES in counter mode, from 0 on. Raises ValueError for a key of another length."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"randomness: key: got {len(key)} bytes, expected {KEY_BYTES}")
-    return Cipher(algorithms.AES(key), modes.CTR(bytes(NONCE_BYTES))).encryptor()
-
-
-def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if any(size < 0 for size in shape):
-        raise ValueError(f"randomness: got shape {list(shape)}, expected sizes of at least 0")
-    return shape
+    return Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK_BYTES))).encryptor()

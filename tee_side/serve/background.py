@@ -27,7 +27,7 @@ from tee_side.engine.engine import Counts, Engine
 from tee_side.engine.generation import Totals
 from tee_side.engine.request import NewToken, PromptRead, Request, SamplingSettings
 from tee_side.engine.step import Sampled, Sequence, fail_step
-from tee_side.protect.pads.source import Load, TellLoad
+from tee_side.protect.pads.background_maker import Load, TellLoad
 
 log = logging.getLogger("tee_side")
 

@@ -38,8 +38,8 @@ class Answer(NamedTuple):
 def _tee(models: Models, policy: str, dtype: str = "float32") -> Tee:
     tee = models("llama").tee(policy, dtype)
     for pads in tee.assembly.pads.values():
-        assert pads._fill is not None
-        pads._fill(pads.store.capacity)
+        assert pads.fill is not None
+        pads.fill(pads.store.capacity)
     return tee
 
 

@@ -369,9 +369,9 @@ def finish(engine: Engine) -> list[Sampled]:
 def stocked(tee: Tee, tokens: int) -> Pads:
     """Make pads for so many tokens, and return their source."""
     (pads,) = tee.assembly.pads.values()
-    assert pads._fill is not None
+    assert pads.fill is not None
     if tokens:
-        pads._fill(tokens)
+        pads.fill(tokens)
     return pads
 
 

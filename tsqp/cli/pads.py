@@ -15,21 +15,16 @@ from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option, takes, use
 from tsqp.run.load import (
     BANK,
-    BATCH_TOKENS,
     bank_place,
     load_manifest,
     load_pinned_policy,
     open_seal,
-    padded,
-    product_operations,
 )
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from click._termui_impl import ProgressBar
 
     from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import BankPlace
@@ -81,6 +76,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
     from tee_side.protect.pads.source import fill_pads, read_weights
     from tee_side.protect.sites import tensors_of
+    from tsqp.run.bank import padded
 
     place = bank_place(settings)
     if place is None:
@@ -93,8 +89,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     chosen = load_pinned_policy(settings.policy, pinned)
     chosen.check(config.num_hidden_layers)
     mask, layout = padded(chosen, config)
-    sites = [site.site for site in layout.sites]
-    checkpoint.require(light_tensors(config) | tensors_of(sites, config))
+    checkpoint.require(light_tensors(config) | tensors_of([s.site for s in layout.sites], config))
     # A bank of wrong products would be sealed like any other.
     check_kernels(torch.device("cpu"))
     purpose = Purpose.of(
@@ -132,6 +127,8 @@ def status(*, settings: RunSettings, as_json: bool) -> None:
 
 
 def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
+    from tsqp.run.bank import PAD_BATCH, product_operations
+
     wanted = min(tokens, store.room)
     if wanted < tokens:
         click.echo(
@@ -141,23 +138,19 @@ def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
         )
     if wanted == 0:
         return
-    sites = len(store.layout.sites)
-    batches = [min(BATCH_TOKENS, wanted - start) for start in range(0, wanted, BATCH_TOKENS)]
     started = time.perf_counter()
-    with click.progressbar(length=wanted * sites, label="pads", file=sys.stderr) as bar:
-        for count in batches:
-            make(count, on_site=partial(_advance, bar, count))
+    with click.progressbar(
+        length=wanted * len(store.layout.sites), label="pads", file=sys.stderr
+    ) as bar:
+        for start in range(0, wanted, PAD_BATCH):
+            make(min(PAD_BATCH, wanted - start), on_site=bar.update)
     elapsed = time.perf_counter() - started
-    rate = product_operations(store.layout) * wanted / elapsed / 1e9
+    operations = product_operations(store.layout) * wanted
     click.echo(
         f"{wanted} tokens in {elapsed:.1f} s: {wanted / elapsed:.1f} a second,"
-        f" {rate:.0f} GOP/s of int8",
+        f" {operations / elapsed / 1e9:.0f} GOP/s of int8",
         err=True,
     )
-
-
-def _advance(bar: ProgressBar[int], tokens: int, _done: int, _sites: int) -> None:
-    bar.update(tokens)
 
 
 def _show(place: BankPlace, *, as_json: bool) -> None:

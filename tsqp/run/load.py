@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import PolicyError, SettingsError, describe
+from protocol.errors import SettingsError, describe
 from tsqp.run.process import configure, tell
 from tsqp.run.settings import (
     MIB,
@@ -32,15 +32,12 @@ if TYPE_CHECKING:
     from protocol.channel import ChannelWrapper
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.at_rest import Manifest
-    from protocol.model.config import ModelConfig
     from tee_side.engine.engine import EngineSettings
     from tee_side.engine.request import SamplingSettings
     from tee_side.engine.tokenizer import Tokenizer
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
-    from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.protect.pads.bank_files import BankPlace
-    from tee_side.protect.sites import PadLayout
     from tee_side.runner import Runner
     from tsqp.operator_table import OperatorTable
     from tsqp.page.feed import Feed
@@ -48,9 +45,6 @@ if TYPE_CHECKING:
 _APPRAISAL = "--service-appraisal"
 # The settings that say where a bank is.
 BANK = ("bank", "bank_key", "bank_index", "bank_witness", "bank_key_beside_bank")
-# Tokens in one product: each weight is read from the directory and quantised once for so many. At
-# 512 that would take a quarter of the whole (1b shape, 2 cores).
-BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -491,26 +485,3 @@ def bank_place(settings: RunSettings) -> BankPlace | None:
         settings.bank_witness,
         beside_bank=settings.bank_key_beside_bank,
     )
-
-
-def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout]:
-    """Return the mask that a bank is for, and its sites. Raises PolicyError."""
-    from tee_side.protect.masks.mask import AdditiveMask
-    from tee_side.protect.sites import PadLayout
-
-    found = [m for m in policy.masks if isinstance(m, AdditiveMask) and m.arithmetic == "int8"]
-    names = " and ".join(mask.described() for mask in found)
-    PolicyError.unless(
-        len(found) == 1,
-        f"policy {policy.name}",
-        f"masks {names}" if found else "no operator under pads",
-        "one mask that needs pads, as in shielded",
-    )
-    return found[0], PadLayout.of(config, policy.sites_under(config.num_hidden_layers, found[0]))
-
-
-def product_operations(layout: PadLayout) -> int:
-    """Return the int8 multiplications and additions behind the pads of one token."""
-    from protocol.integer import DIGITS
-
-    return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)

@@ -62,6 +62,7 @@ from tee_side.protect.pads.bank_files import (
     Purpose,
     State,
     encode_header,
+    free_bytes,
     lock,
     open_file,
     read_file,
@@ -71,7 +72,6 @@ from tee_side.protect.pads.bank_files import (
     refusal,
     refusing,
     replace,
-    require_space,
     slot_bytes,
     sync_directory,
     write_out,
@@ -175,13 +175,17 @@ class BankFile(PadStore):
             place.bank: head,
             place.index: State(0, 0, 0).encode(keys),
         }
-        for file in contents:
-            PadBankError.unless(not os.path.lexists(file), str(file), "an existing file", "none")
+        with refusing(place.bank):
+            free = free_bytes(place.bank)
+        PadBankError.unless(
+            free >= size, str(place.bank), f"{free} bytes available", f"{size} bytes"
+        )
         with ExitStack() as made:
             for file, content in contents.items():
-                with refusing(file):
-                    if file is place.key:
-                        require_space(place.bank, size)
+                with (
+                    refusing(file),
+                    PadBankError.instead_of(FileExistsError, str(file), "an existing file", "none"),
+                ):
                     descriptor = os.open(file, os.O_EXCL | NEW_FILE, 0o600)
                     made.callback(file.unlink)
                     write_out(descriptor, content, size if file is place.bank else len(content))
@@ -254,8 +258,8 @@ class BankFile(PadStore):
             rows = u_TO[start - indices.start : stop - indices.start]
             if stop - start == group:
                 self._open(first, site, rows)
-                continue
-            rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
+            else:
+                rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
 
     def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         parts = []
@@ -288,8 +292,7 @@ class BankFile(PadStore):
         self._begin_all(first, self._begun)
         following = first + self.group
         if following < self._filled:
-            opened = self._pool.submit(self._begin_all, following, self._following)
-            self._ahead = following, opened
+            self._ahead = following, self._pool.submit(self._begin_all, following, self._following)
 
     def _begin_all(self, first: int, begun: Begun) -> None:
         for site in self._sites.values():

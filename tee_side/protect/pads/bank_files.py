@@ -23,7 +23,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -202,37 +202,28 @@ def read_file(path: Path, most: int, *, private: bool = False) -> bytes:
 
 def lock(descriptor: int, path: Path) -> None:
     """Lock a file until its descriptor is closed. Raises PadBankError if another holds it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno != errno.EWOULDBLOCK:
-            raise refusal(path, error, 0) from None
-        raise PadBankError(
-            str(path), f"a bank in use{_holder(descriptor)}", "one process at a time"
-        ) from None
+    with refusing(path):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            got = f"a bank in use{_holder(descriptor)}"
+            raise PadBankError(str(path), got, "one process at a time") from None
 
 
 def _holder(descriptor: int) -> str:
     """Say which process holds the lock, if the kernel tells us."""
     inode = f":{os.fstat(descriptor).st_ino}"
-    try:
+    with suppress(OSError):
         locks = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return ""
-    for fields in map(str.split, locks):
-        # "1: FLOCK ADVISORY WRITE 4711 fd:00:131073 0 EOF"; a waiting one has "->" in between.
-        if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].endswith(inode):
-            return f" by process {fields[4]}" if int(fields[4]) > 0 else ""
+        for fields in map(str.split, locks):
+            # "1: FLOCK ADVISORY WRITE 4711 fd:00:131073 0 EOF"; a waiting one has "->" in between.
+            if len(fields) == 8 and fields[1] == "FLOCK" and fields[5].endswith(inode):
+                return f" by process {fields[4]}" if int(fields[4]) > 0 else ""
     return ""
 
 
-def require_space(path: Path, needed: int) -> None:
-    """Raise PadBankError unless the volume has `needed` bytes left."""
-    if _free_bytes(path) < needed:
-        raise refusal(path, OSError(errno.ENOSPC, "full"), needed)
-
-
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
+    """Return how much fits into the directory of a file. Raises OSError."""
     volume = os.statvfs(path.parent)
     return volume.f_bavail * volume.f_frsize
 
@@ -240,7 +231,7 @@ def _free_bytes(path: Path) -> int:
 def refusal(path: Path, error: OSError, needed: int) -> PadBankError:
     """Say what the operating system refused; `needed`: bytes that were still to be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return PadBankError(str(path), f"{_free_bytes(path)} bytes available", f"{needed} bytes")
+        return PadBankError(str(path), f"{free_bytes(path)} bytes available", f"{needed} bytes")
     reason = error.strerror or type(error).__name__
     return PadBankError(str(path), reason, "to read and write it")
 
@@ -363,14 +354,10 @@ class State(NamedTuple):
     @classmethod
     def decode(cls, content: bytes, path: Path, capacity: int, keys: Keys) -> State:
         """Check the content of an index file. Raises PadBankError that names it."""
-        PadBankError.unless(
-            len(content) == STATE_BYTES and content.startswith(_STATE_MAGIC),
-            str(path),
-            f"{len(content)} bytes",
-            f"an index of {STATE_BYTES} bytes",
-        )
-        _, version, header_hash, *numbers = _STATE.unpack_from(content)
-        _check_version(path, version)
+        got, expected = f"{len(content)} bytes", f"an index of {STATE_BYTES} bytes"
+        PadBankError.unless(len(content) == STATE_BYTES, str(path), got, expected)
+        # Magic and version are compared with what would be written, as all else is.
+        _, _, header_hash, *numbers = _STATE.unpack_from(content)
         PadBankError.unless(
             header_hash == keys.header_hash,
             f"{path}: bank",
@@ -402,7 +389,8 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Bank
     whole = len(preamble) == _PREAMBLE.size and preamble.startswith(_MAGIC)
     PadBankError.unless(whole, str(path), "no magic bytes", "a pad bank")
     _, version, key_id, length = _PREAMBLE.unpack(preamble)
-    _check_version(path, version)
+    remedy = f"{VERSION} (make a new bank: tee-runner pads make)"
+    PadBankError.unless(version == VERSION, f"{path}: version", f"{version}", remedy)
     PadBankError.unless(
         key_id == _key_id(key),
         f"{path}: key id",
@@ -415,13 +403,10 @@ def read_header(file: int, path: Path, key: bytes, key_path: Path) -> tuple[Bank
     keys = Keys.derive(key, body)
     written = _whole_pages(body, keys)
     _check_written(f"{path}: header", os.pread(file, len(written), 0), written)
-    try:
+    got, expected = "others", f"the fields of version {VERSION}"
+    with PadBankError.instead_of(ValueError, f"{path}: header", got, expected):
         header = BankHeader.model_validate_json(body[_PREAMBLE.size :])
         header.layout  # noqa: B018 - raises if it is none
-    except ValueError as error:  # pydantic's is one, too
-        raise PadBankError(
-            f"{path}: header", f"{type(error).__name__}", f"the fields of version {VERSION}"
-        ) from None
     return header, keys, len(written)
 
 
@@ -450,11 +435,6 @@ def record_bytes(site: SiteShape, group: int) -> int:
 def slot_bytes(layout: PadLayout, group: int) -> int:
     """Return what a group of tokens takes in FILE."""
     return sum(record_bytes(site, group) for site in layout.sites)
-
-
-def _check_version(path: Path, version: int) -> None:
-    expected = f"{VERSION} (make a new bank: tee-runner pads make)"
-    PadBankError.unless(version == VERSION, f"{path}: version", f"{version}", expected)
 
 
 def _key_id(key: bytes) -> bytes:

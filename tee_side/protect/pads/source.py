@@ -6,17 +6,20 @@ weights for other reasons, one at a time is read from the model directory, quant
 with, and dropped: that costs six times the product for 32 tokens, and half of it for 512.
 """
 
+from __future__ import annotations
+
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from protocol.errors import PadsExhaustedError, TsqpError
+from protocol.errors import PadsExhaustedError
 from protocol.integer import ring_product
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
@@ -27,6 +30,9 @@ from tee_side.protect.pads.store import Draw, PadStore, Words
 from tee_side.protect.sites import SiteShape
 from tee_side.words import Site
 
+if TYPE_CHECKING:
+    from tee_side.protect.pads.background_maker import BackgroundMaker, TellLoad
+
 WhenOut = Literal["wait", "tee", "fail"]
 
 # Tokens in one product of the maker while a run waits. Nobody knows how long an answer will be, so
@@ -35,8 +41,6 @@ WhenOut = Literal["wait", "tee", "fail"]
 # first batch has cost hardly less.
 FIRST_BATCH_TOKENS = 8
 BATCH_TOKENS = 64
-# In the background: a run that finds none left waits for the batch in work.
-BACKGROUND_BATCH_TOKENS = 32
 
 # Rows whose factors are read for all operators of a step at once: in one go they take half the
 # time, between operators the processor has forgotten how. More rows would take more memory.
@@ -47,38 +51,28 @@ MANY_ROWS = 64
 # Returns a site's weight [O, I]: int8 for products in the ring, float32 for masks over floats.
 Weights: TypeAlias = Callable[[SiteShape], torch.Tensor]
 
-# What else is to be done: nothing, or steps.
-Load: TypeAlias = Literal["idle", "steps"]
-# Tells what it is now.
-TellLoad: TypeAlias = Callable[[Load], None]
-
-# Of the thread, and of those that its kernels start: where all cores are taken, steps go first. Not
-# by more: a run may wait for it, and for the interpreter's lock that it has. As a thread for idle
-# cores it cost 64 streams 5 % less, and held a run up for as long as others took its core.
-_NICENESS = 5
-
 
 def fill_pads(
     mask: AdditiveMask,
     weights: Weights,
     store: PadStore,
     tokens: int,
-    on_site: Callable[[int, int], None] | None = None,
+    on_site: Callable[[int], object] | None = None,
 ) -> None:
     """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
 
     Computes u for what the store asks; memory is one site's weight and products. `on_site`: called
-    with (sites done, sites in all) after each site.
+    with `tokens` after each site.
 
     Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the store
     has no room for so many.
     """
-    sites, put = store.layout.sites, None
+    put = None
     with (
         store.begin(-(-tokens // store.group) * store.group) as batch,
         ThreadPoolExecutor(1, "pads put") as writer,
     ):
-        for done, site in enumerate(sites, start=1):
+        for site in store.layout.sites:
             r_TI, weight_OI = mask.draw(batch.r(site.number)), weights(site)
             # Ring elements, or the bits of float32. Biases come later.
             u_TO = (
@@ -92,7 +86,7 @@ def fill_pads(
             # Inference mode is each thread's own, and a store may have been made in it.
             put = writer.submit(torch.inference_mode()(batch.put), site.number, u_TO)
             if on_site is not None:
-                on_site(done, len(sites))
+                on_site(tokens)
         if put is not None:
             put.result()
         batch.commit()
@@ -133,148 +127,42 @@ def read_weights(
     return integers if arithmetic == "int8" else floats
 
 
-class BackgroundMaker:
-    """Calls `make` in turns with a run of one thread: one of them at a time makes pads.
-
-    `wanted`: for how many tokens pads should be made now, under a load. `make`: makes them, and
-    fails with TsqpError where that is no mistake of this program: a full disk, weights that
-    changed. It is called again when the load changes; `failure` is what it met last. None: what
-    cannot be made is never wanted.
-    """
-
-    def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None] | None) -> None:
-        self.failure: TsqpError | None = None
-        self._wanted, self._make = wanted, make
-        # Guards all below; `wanted` may be another number when it is notified.
-        self._changed = threading.Condition()
-        # None while no thread is to run.
-        self._load: Load | None = None
-        self._makes = self._held_off = self._failed = False
-        # Of the thread: what it met by a mistake of this program, too.
-        self._ended: Future[None] = Future()
-
-    def notify(self) -> None:
-        """Say that `wanted` may have changed."""
-        if self._load is not None:
-            with self._changed:
-                self._changed.notify_all()
-
-    @contextmanager
-    def held_off(self) -> Iterator[None]:
-        """Wait for the batch in work, if there is one, and let none begin while the block runs."""
-        with self._changed:
-            self._held_off = True
-            self._changed.wait_for(lambda: not self._makes)
-        try:
-            yield
-            # What it met, the run has not: it may try again.
-            self._failed, self.failure = False, None
-        finally:
-            with self._changed:
-                self._held_off = False
-                self._changed.notify_all()
-
-    @contextmanager
-    def running(self) -> Iterator[TellLoad]:
-        """Make pads while the block runs, which says again and again what the load is.
-
-        At first it is idle. Leaving the block waits for the batch in work. A failure does not end
-        the run, which goes on with the pads that are left; one that waits for pads gets the error
-        then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
-        raised where the load is told, or when the block is left.
-        """
-        self._load, self._failed, self._ended = "idle", False, Future()
-        # A program that ends without leaving the block is not to wait for the thread.
-        thread = threading.Thread(target=self._run, name="pads", daemon=True)
-        thread.start()
-        try:
-            yield self._set_load
-        finally:
-            with self._changed:
-                self._load = None
-                self._changed.notify_all()
-            thread.join()
-        self._ended.result()
-
-    def _set_load(self, load: Load) -> None:
-        if self._ended.done():
-            self._ended.result()
-        if self._load not in (None, load):
-            with self._changed:
-                self._load, self._failed = load, False
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        os.nice(_NICENESS)  # on Linux, of this thread
-        try:
-            while self._make is not None and (tokens := self._next_batch()):
-                failure: TsqpError | None = None
-                try:
-                    self._make(tokens)
-                except TsqpError as error:
-                    failure = error
-                finally:
-                    with self._changed:
-                        self._makes, self._failed = False, failure is not None
-                        self.failure = failure
-                        self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - raised where the load is told
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
-
-    def _next_batch(self) -> int:
-        """Wait until pads are wanted, and return for how many tokens; 0: the end."""
-        with self._changed:
-            while self._load is not None:
-                tokens = 0 if self._held_off or self._failed else self._wanted(self._load)
-                if tokens > 0:
-                    self._makes = True
-                    return tokens
-                self._changed.wait()
-            return 0
-
-
+@dataclass(eq=False)
 class Pads:
     """The pads of a run, for one additive mask.
 
     Micro-batches draw from a `PadLane` each, once `ready` has said that there are enough.
     `when_out`: make more while the run waits, have the TEE compute rows that get none, or refuse
     them. `fill`: makes pads for so many tokens more, and puts them into the store, as `fill_pads`
-    does; None in a TEE without linear weights, which cannot make any. `ahead`: tokens that
-    `background` keeps pads ready for while nothing runs, None for all that the store has room for;
-    beside steps, half of them. `decode_share`: of these, what a prompt leaves to decode; None where
-    it need not. `on_wait` is told how many are missing. `store` counts what there is.
+    does; None in a TEE without linear weights, which cannot make any. `ahead`: tokens that pads are
+    kept ready for while nothing runs, None for all that the store has room for; beside steps, half
+    of them. `decode_share`: of these, what a prompt leaves to decode; None where it need not.
+    `on_wait` is told how many are missing. `store` counts what there is.
     """
 
-    def __init__(
-        self,
-        mask: AdditiveMask,
-        store: PadStore,
-        fill: Callable[[int], None] | None,
-        when_out: WhenOut,
-        *,
-        ahead: int | None = None,
-        decode_share: float | None = None,
-        on_wait: Callable[[int], None] | None = None,
-    ) -> None:
-        self.mask = mask
-        self.store = store
-        self._fill = fill
-        self.when_out: WhenOut = when_out
-        # Tokens that pads are kept ready for.
-        self._kept = store.capacity if ahead is None else min(ahead, store.capacity)
-        self._decode_share = decode_share
-        self._on_wait = on_wait
+    mask: AdditiveMask
+    store: PadStore
+    fill: Callable[[int], None] | None
+    when_out: WhenOut
+    _: KW_ONLY
+    ahead: int | None = None
+    decode_share: float | None = None
+    on_wait: Callable[[int], None] | None = None
+    # Since the first block of `filling`.
+    background: BackgroundMaker | None = field(default=None, init=False)
+    # Totals for people: steps that found no pads left, by what was done instead.
+    waited: int = field(default=0, init=False)
+    in_tee: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._batch_tokens = FIRST_BATCH_TOKENS
-        self.background = BackgroundMaker(self._missing, fill)
-        # Totals for people: steps that found no pads left, by what was done instead.
-        self.waited = 0
-        self.in_tee = 0
+        capacity = self.store.capacity
+        # Tokens that pads are kept ready for.
+        self._kept = capacity if self.ahead is None else min(self.ahead, capacity)
 
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
-        share = self._decode_share
+        share = self.decode_share
         return share is None or self.store.available - rows >= share * self._kept
 
     def plenty(self, rows: int) -> bool:
@@ -291,7 +179,7 @@ class Pads:
         if available < rows and self.when_out == "wait":
             self.waited += 1
             self.store.check_usable()
-            if self._fill is None:
+            if self.fill is None:
                 got = "no linear weights to make more from"
                 raise PadsExhaustedError("pads", got, f"{rows} in the bank")
             PadsExhaustedError.unless(
@@ -300,10 +188,11 @@ class Pads:
                 f"room for {self.store.capacity} tokens",
                 f"{rows} (fewer --step-tokens need fewer at once)",
             )
-            with self.background.held_off():
+            background = self.background
+            with nullcontext() if background is None else background.held_off():
                 while (missing := rows - self.store.available) > 0:
-                    if self._on_wait is not None:
-                        self._on_wait(missing)
+                    if self.on_wait is not None:
+                        self.on_wait(missing)
                     wanted = min(self.store.room, BATCH_TOKENS, max(missing, self._batch_tokens))
                     PadsExhaustedError.unless(
                         wanted > 0,
@@ -311,14 +200,14 @@ class Pads:
                         f"room for {self.store.capacity} tokens, used by this step",
                         f"{missing} more (fewer --step-tokens need fewer at once)",
                     )
-                    self._fill(wanted)
+                    self.fill(wanted)
                     self._batch_tokens = min(BATCH_TOKENS, 2 * self._batch_tokens)
             return rows
         return min(rows, available)
 
     def exhausted(self, rows: int) -> PadsExhaustedError:
         """Return the error for rows that get no pads."""
-        cause = self.background.failure
+        cause = None if self.background is None else self.background.failure
         failure = f"; making more failed: {cause}" if cause else ""
         error = PadsExhaustedError(
             "pads",
@@ -333,21 +222,17 @@ class Pads:
         if self.store.available < rows and self.ready(rows) < rows:
             raise self.exhausted(rows)
         taken = self.store.take(rows)
-        self.background.notify()
+        if self.background is not None:
+            self.background.notify()
         return taken
 
-    def _missing(self, load: Load) -> int:
-        """Return for how many tokens pads are to be made next in the background.
+    def filling(self) -> AbstractContextManager[TellLoad]:
+        """Make pads in the background while the block runs; see `BackgroundMaker.running`."""
+        from tee_side.protect.pads.background_maker import BackgroundMaker, missing
 
-        While nothing runs, all that are kept ready. Beside steps half of them, by whole batches:
-        what is ready is used at full speed, and what it falls to is held. So many also where more
-        requests wait than run: made later, they would be made between two tokens.
-        """
-        kept = self._kept if load == "idle" else self._kept // 2
-        missing = min(self.store.room, kept - self.store.available)
-        if load != "idle" and missing < BACKGROUND_BATCH_TOKENS:
-            return 0
-        return min(missing, BACKGROUND_BATCH_TOKENS)
+        if self.background is None:
+            self.background = BackgroundMaker(partial(missing, self.store, self._kept), self.fill)
+        return self.background.running()
 
 
 class PadLane:

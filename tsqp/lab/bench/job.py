@@ -23,10 +23,10 @@ from tee_side.assembly import AHEAD_IN_MEMORY
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
-from tee_side.protect.sites import PadLayout
 from tee_side.words import PHASES, Phase
 from tsqp.lab.bench.model import Case, Document, Finished, RequestTimes, Timeline
 from tsqp.link import Link
+from tsqp.run.bank import pad_layouts
 
 # Of every case, before anything is timed.
 WARM_UP = 2
@@ -229,15 +229,6 @@ def needs_linear(policy: Policy, config: ModelConfig) -> bool:
         or bool(policy.sites_here(config.num_hidden_layers))
         or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
     )
-
-
-def pad_layouts(policy: Policy, config: ModelConfig) -> dict[AdditiveMask, PadLayout]:
-    """Return the sites under each mask that needs pads."""
-    return {
-        mask: PadLayout.of(config, policy.sites_under(config.num_hidden_layers, mask))
-        for mask in policy.masks
-        if isinstance(mask, AdditiveMask)
-    }
 
 
 def pad_phases(policy: Policy, mask: AdditiveMask | None = None) -> tuple[Phase, ...]:

@@ -41,12 +41,12 @@ from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
 from tsqp.calibrate import calibrate_on, save_calibration
-from tsqp.lab.bench.job import Measuring, pad_layouts, pad_phases
+from tsqp.lab.bench.job import Measuring, pad_phases
 from tsqp.lab.bench.model import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
 from tsqp.processes import start_service
-from tsqp.run.load import BATCH_TOKENS as PAD_BATCH
+from tsqp.run.bank import PAD_BATCH, pad_layouts
 
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.

@@ -33,10 +33,11 @@ from tee_side.words import (
     Verify,
     is_linear,
 )
-from tsqp.lab.bench.job import pad_layouts, pad_phases
+from tsqp.lab.bench.job import pad_phases
 from tsqp.lab.bench.model import Document
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_masks import noise_of
+from tsqp.run.bank import pad_layouts
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 

@@ -27,7 +27,6 @@ from tsqp.lab.bench.job import (
     check_disk,
     check_memory,
     needs_linear,
-    pad_layouts,
     tee_parts,
 )
 from tsqp.lab.bench.model import PadMaking
@@ -46,7 +45,7 @@ from tsqp.lab.plan.costs import (
 )
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
-from tsqp.run.load import product_operations
+from tsqp.run.bank import pad_layouts, product_operations
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table
 

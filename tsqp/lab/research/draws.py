@@ -1,4 +1,7 @@
-"""What masks draw beside ring elements, all from the generator that they get."""
+"""What masks draw beside ring elements, all from the generator that they get.
+
+The same key gives the same floats on every machine up to the last bit of log, cos and QR.
+"""
 
 import math
 
@@ -7,6 +10,20 @@ import torch
 from tee_side.protect.randomness import Randomness
 
 _MANTISSA_BITS = 53
+
+
+def normal(randomness: Randomness, *shape: int) -> torch.Tensor:
+    """Return float64 elements, standard normal (Box and Muller 1958).
+
+    Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a true
+    normal has beyond that (probability 1e-17) is missing.
+    """
+    count = math.prod(shape)
+    drawn = uniform(randomness, 2, (count + 1) // 2)
+    radius = (drawn[0] + 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
+    angle = drawn[1] * (2 * math.pi)
+    both = torch.cat((radius * angle.cos(), radius * angle.sin()))
+    return both[:count].reshape(shape)
 
 
 def signs(randomness: Randomness, *shape: int) -> torch.Tensor:
@@ -22,20 +39,6 @@ def integers(randomness: Randomness, high: int, *shape: int) -> torch.Tensor:
     if not 1 <= high < 2**32:
         raise ValueError(f"integers: got {high}, expected 1 .. 2^32 - 1")
     return (randomness.elements(shape, torch.int64) & (2**63 - 1)) % high
-
-
-def normal(randomness: Randomness, *shape: int) -> torch.Tensor:
-    """Return float64 elements, standard normal (Box and Muller 1958).
-
-    Their radius comes from a uniform of 53 bits that is never 0, so |x| <= 8.58, and what a
-    true normal has beyond that (probability 1e-17) is missing.
-    """
-    pairs = (math.prod(shape) + 1) // 2
-    bits = randomness.elements((2, pairs), torch.int64).bitwise_and(2**_MANTISSA_BITS - 1).double()
-    radius = ((bits[0] + 1) * 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
-    angle = bits[1] * (2 * math.pi * 2.0**-_MANTISSA_BITS)
-    both = torch.cat((radius * angle.cos(), radius * angle.sin()))
-    return both[: math.prod(shape)].reshape(shape)
 
 
 def uniform(

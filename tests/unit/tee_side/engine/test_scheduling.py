@@ -82,10 +82,10 @@ class Bench:
         return found
 
     def stock(self, tokens: int) -> None:
-        assert self.pads._fill is not None
+        assert self.pads.fill is not None
         store = self.pads.store
         if (missing := tokens - store.available) > 0:
-            self.pads._fill(missing)
+            self.pads.fill(missing)
         elif missing < 0:
             store.release(store.take(-missing))
 

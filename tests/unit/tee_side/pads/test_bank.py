@@ -55,7 +55,7 @@ def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
 
 def test_a_bank_that_will_not_fit_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bank_files, "_free_bytes", lambda _: 4096)
+        patch.setattr(bank_module, "free_bytes", lambda _: 4096)
         with pytest.raises(PadBankError, match="got 4096 bytes available"):
             create(tmp_path)
         with pytest.raises(ValueError, match="got groups of 3, expected a divisor of 10"):

@@ -17,7 +17,8 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.source import MANY_ROWS, Load, PadLane, Pads, WhenOut, fill_pads
+from tee_side.protect.pads.background_maker import BATCH_TOKENS, BackgroundMaker, Load, missing
+from tee_side.protect.pads.source import MANY_ROWS, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -26,7 +27,6 @@ from tests.kit.model import Models
 from tests.kit.pads import LAYOUT, fill, product
 from tests.kit.rows import each_row
 
-LOADS: tuple[Load, ...] = ("idle", "steps")
 FIRST, SECOND = SITES = [site.number for site in LAYOUT.sites]
 # A test that waits for what never comes fails.
 WAIT_S = 30.0
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
     pads, _, maker = _pads(1, "wait")
     lane = PadLane(pads)
     maker.error = PadBankError("bank", got="0 bytes available", expected="4096 bytes")
-    with pads.background.running():
+    with pads.filling():
         assert maker.tried.wait(WAIT_S)
     _step(lane, 1)
     with pytest.raises(PadBankError, match="0 bytes available"):
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * source.BACKGROUND_BATCH_TOKENS, source.BACKGROUND_BATCH_TOKENS
+    ahead, batch = 4 * BATCH_TOKENS, BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
     lane = PadLane(pads)
     for ready, wanted in (
@@ -227,7 +227,7 @@ def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
         if store.available > ready:
             _step(lane, store.available - ready)
         lane.end_step()
-        assert tuple(max(0, pads._missing(load)) for load in LOADS) == wanted
+        assert tuple(max(0, missing(store, ahead, load)) for load in ("idle", "steps")) == wanted
 
 
 def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
@@ -239,7 +239,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         assert go_on.wait(WAIT_S)
         batches.append(tokens)
 
-    maker = source.BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
+    maker = BackgroundMaker(lambda _: 10 if len(batches) < 2 else 0, slowly)
 
     def until(holds: Callable[[], object]) -> None:
         with maker._changed:
@@ -266,7 +266,7 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
     def run(inside: Callable[[Callable[[Load], None]], object]) -> None:
         fail = Mock(side_effect=RuntimeError("pads: got a second batch"))
-        maker = source.BackgroundMaker(lambda _: 1, fail)
+        maker = BackgroundMaker(lambda _: 1, fail)
         with maker.running() as tell_load:
             assert maker._ended.exception(WAIT_S) is not None
             inside(tell_load)
@@ -288,17 +288,17 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     directory = saved_model("qwen2").directory
     config, checkpoint = read_config(directory), Checkpoint(directory)
     store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 64)
-    told, checked = list[tuple[int, int]](), list[Site]()
+    told, checked = list[int](), list[Site]()
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         checked.append(site)
         assert torch.equal(weights.weight, load_quantized(checkpoint, config, *site).weight)
 
     weights = source.read_weights(checkpoint, config, "int8", check)
-    fill_pads(Pad(), weights, store, count, lambda *done: told.append(done))
+    fill_pads(Pad(), weights, store, count, told.append)
     fill_pads(Pad(), weights, store, 1)
     assert checked == [site.site for site in store.layout.sites]
-    assert told == [(done, 15) for done in range(1, 16)]
+    assert told == [count] * 15
     assert store.available == count + 1
     indices = store.take(count)
     for site in store.layout.sites:
@@ -332,8 +332,8 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
-        assert pads._fill is not None
-        pads._fill(1)
+        assert pads.fill is not None
+        pads.fill(1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
