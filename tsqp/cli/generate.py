@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from tee_side.engine.generation import Generation
+    from tsqp.operator_table import OperatorTable
 
 
 class PrivateFile(click.File):
@@ -86,12 +87,14 @@ def generate(
     MODEL is a Hugging Face directory, or "demo". Prompt and answer are on this machine only: what
     the GPU side can see of them is the policy's, and the first line on stderr says it.
     """
-    from tsqp.operator_table import OperatorTable
-
     given = chosen_prompt(
         context, prompt=prompt, prompt_file=prompt_file, prompt_token_ids=prompt_token_ids
     )
-    table = OperatorTable() if report else None
+    table: OperatorTable | None = None
+    if report:
+        from tsqp.operator_table import OperatorTable
+
+        table = OperatorTable()
     logits: list[torch.Tensor] = []
     generation: Generation | None = None
     described: dict[str, object] = {}

@@ -31,14 +31,13 @@ from gpu_side.defaults import (
 from protocol.errors import SettingsError
 from tsqp.cli.config import CONTEXT, config_option, takes, version_option
 from tsqp.run.process import configure, run
+from tsqp.run.server_settings import AttesterKind, EvidenceSettings
 from tsqp.run.settings import (
     DEFAULT_ENDPOINT,
     DIRECTORY,
     MIB,
-    AttesterKind,
     ComputeSettings,
     Count,
-    EvidenceSettings,
     Kernels,
     again,
     local,

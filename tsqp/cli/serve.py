@@ -23,7 +23,8 @@ from tsqp.cli.config import CONTEXT, config_option, takes
 from tsqp.cli.terminal import describe_error, read_line, require_utf8, stream
 from tsqp.run.load import engine_settings, hides, load, open_runner, sampling_of
 from tsqp.run.process import complain, tell
-from tsqp.run.settings import ServeSettings, TextSettings, model_directory
+from tsqp.run.server_settings import ServeSettings
+from tsqp.run.settings import TextSettings, model_directory
 
 if TYPE_CHECKING:
     from tee_side.engine.generation import Generation, GenerationResult

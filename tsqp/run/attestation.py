@@ -33,7 +33,8 @@ from tsqp.extras import require
 from tsqp.keyserver import key_of_server
 from tsqp.run.load import policy_digest, read_client_keys
 from tsqp.run.process import tell
-from tsqp.run.settings import EvidenceSettings, ServeSettings, Settings, claims
+from tsqp.run.server_settings import EvidenceSettings, ServeSettings, claims
+from tsqp.run.settings import Settings
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest

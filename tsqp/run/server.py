@@ -48,7 +48,7 @@ from tsqp.key_files import AUDIT_KEY
 from tsqp.model_at_rest import MAX_FILE_BYTES
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
-from tsqp.run.settings import ServeSettings
+from tsqp.run.server_settings import ServeSettings
 
 if TYPE_CHECKING:
     from tsqp.page.feed import Feed

@@ -2,13 +2,12 @@
 
 A field is an option of the commands (`--max-kv-mib`), a variable of the environment, a key of a
 TOML file (`tsqp.cli.config`), an argument of `tsqp.LLM`, which has pydantic check it, and a claim
-of a server that proves what it runs (`claims`). Pydantic is not imported here, because
-`--help` and the completion of a shell need the fields alone.
+of a server that proves what it runs (`tsqp.run.server_settings.claims`). Pydantic is not imported
+here, because `--help` and the completion of a shell need the fields alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ Threads: TypeAlias = Annotated[int, Interval(ge=1, le=1024)]
 Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=3600)]
 Microseconds: TypeAlias = Annotated[float, Interval(ge=0, le=1e6)]
 Text: TypeAlias = Annotated[str, MinLen(1)]
-AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 Kernels: TypeAlias = Literal["auto", "torch", "portable", "avx2", "avx512", "amx"]
 
 
@@ -112,17 +110,6 @@ def settings_of(model: type[Settings]) -> dict[str, tuple[Field[Any], Any]]:
     own = [name for one in model.__mro__ for name in vars(one).get("__annotations__", ())]
     names = [name for name in dict.fromkeys(own) if "setting" in known[name].metadata]
     return {name: (known[name], types[name]) for name in names}
-
-
-def claims(settings: Settings) -> Iterator[tuple[str, object]]:
-    """Yield what a server claims of its settings, by their names.
-
-    Of a file, that there is one: where it is belongs to this machine alone.
-    """
-    for name, (known, _) in settings_of(type(settings)).items():
-        if said_of(known).claim:
-            value = getattr(settings, name)
-            yield name, isinstance(value, Path) or value
 
 
 def plain_type(annotation: Any) -> tuple[Any, tuple[Any, ...], bool]:
@@ -317,61 +304,3 @@ class TextSettings(RunSettings):
     )
     stats: bool = setting(True, "Show tokens, times and traffic on stderr.")
     as_json: bool = setting(False, "One JSON object on stdout.", option="json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvidenceSettings(Settings):
-    """What a program is told that proves what it runs."""
-
-    attest: AttesterKind | None = local(
-        None, "Prove to clients what runs here, by evidence of this hardware."
-    )
-    attest_certificate: tuple[Path, ...] = local(
-        (), "Of AMD's, in DER or PEM, where the host gives none; repeatable.", metavar="FILE"
-    )
-    attest_collateral: Path | None = local_file("TDX: Intel's; SEV-SNP: AMD's CRL.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings(EvidenceSettings, RunSettings):
-    """What `tee-runner serve` is told beside: clients, their limits, and how requests are run."""
-
-    host: str = local("127.0.0.1", "Address to listen at.")
-    port: Annotated[int, Interval(ge=0, le=65535)] = local(8000, "0: one that is free.")
-    tls_certificate: Path | None = local_file("PEM, with its chain.")
-    tls_key: Path | None = local_file("PEM, of the certificate.", secret=True)
-    seal_key_server: str | None = local(
-        None,
-        "MODEL is sealed: a tsqp keyserver that gives its key to what --attest proves.",
-        metavar="URL",
-    )
-    api_keys: Path | None = file_setting(
-        "Clients that may ask, and how much (tsqp api-key); SIGHUP reads it again. Default: all."
-    )
-    allow_origin: tuple[str, ...] = setting(
-        (), "Of web pages that may ask, * for all; repeatable.", metavar="ORIGIN"
-    )
-    served_model_name: str | None = local(None, "Default: the name of MODEL.", metavar="NAME")
-    max_model_len: Count | None = setting(None, "Prompt and answer; default: the model's context.")
-    default_max_tokens: Count = setting(1024, "Of an answer without max_tokens.")
-    max_sequences: Count = setting(64, "That run at a time; others wait.")
-    max_waiting: Count = setting(256, "Requests that wait; others get 503.")
-    speculative: Literal["none", "ngram"] = setting(
-        "none",
-        "Guess tokens from what the text repeats. Same text, fewer round trips; more pads.",
-    )
-    speculative_tokens: Annotated[int, Interval(ge=1, le=16)] = setting(4, "Guessed at a time.")
-    prefix_reuse: bool | None = setting(
-        None,
-        "Keep keys and values of earlier turns, for later ones of the same API key.",
-        show_default="on, but off where pads or shares hide what leaves",
-    )
-    fixed_tempo_ms: Annotated[float, Interval(ge=0, le=60_000)] = setting(
-        0.0, "Send a token at most so often, on a clock of its own; 0: as they come."
-    )
-    round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
-    pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
-    audit_log: Path | None = file_setting("Sealed log of requests: key, time, tokens; no text.")
-    audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)
-    audit_key_fd: AtLeast0 | None = local(None, "An open file that has its key.")
-    page: bool = setting(False, "For development: a page to chat at /, with what left.")

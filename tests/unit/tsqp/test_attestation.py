@@ -54,7 +54,8 @@ from tsqp.run import attestation
 from tsqp.run.attestation import ask_gpus, identify, release_key, settings_digest
 from tsqp.run.load import Loaded, policy_digest
 from tsqp.run.server import tls_files
-from tsqp.run.settings import ServeSettings, model_directory
+from tsqp.run.server_settings import ServeSettings
+from tsqp.run.settings import model_directory
 
 USUAL = ServeSettings(model="demo", attest="simulated")
 
