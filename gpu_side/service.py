@@ -12,7 +12,7 @@ from typing import Any
 from zmq import curve_public
 
 from gpu_side.access import HttpKeys, ServiceKeys, read_allow_list, read_tokens, rereads_list
-from gpu_side.cuda.device import check_integers
+from gpu_side.cuda.products import check_integers
 from gpu_side.defaults import DRAIN_S
 from gpu_side.devices import Device, NullDevice, parse_device
 from gpu_side.event_log import limited, log

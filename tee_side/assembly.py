@@ -49,6 +49,7 @@ from tee_side.protect.sites import (
     IntegerSites,
     LinearSite,
     PadLayout,
+    Weights,
     largest_input,
     load_biases,
     site_number,
@@ -58,7 +59,6 @@ from tee_side.protect.verification import (
     UNVERIFIED,
     LinearCheck,
     SiteSecrets,
-    Weights,
     check_verifiable,
     find_checks,
 )

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from protocol.errors import ManifestError, PluginError, TsqpError, describe
-from protocol.problems import first_problem
+from protocol.validation import first_problem
 
 Base = TypeVar("Base")
 # What packages register is read once: each reading goes through all of them, 10 ms and more.

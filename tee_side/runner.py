@@ -26,6 +26,7 @@ from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.operators import load_tee_model
 from tee_side.observer import Observers
+from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
@@ -139,7 +140,7 @@ class Runner(AbstractContextManager["Runner"]):
             f"what services must be: policy {policy.name} asks them for evidence",
         )
         encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
-        self.leakage_summary = policy.leakage_summary(links_encrypted=encrypted)
+        self.leakage_summary = leakage_summary(policy, links_encrypted=encrypted)
         key_of = dict(zip(endpoints, keys, strict=True))
         key_words = {
             endpoint: f"key {own.service.decode()}" if own else "no key"

@@ -8,7 +8,7 @@ from pydantic_core import to_jsonable_python
 
 from protocol.errors import InputError, MaskError
 from tee_side.plugins import installed
-from tee_side.policy.leakage_summary import SEEN
+from tee_side.policy.leakage_summary import SEEN, leakage_summary
 from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
 from tee_side.protect.masks.mask import BUILTIN, PROVISIONED, Mask, all_masks, find_mask
 from tee_side.words import Operator, Phase, Verify
@@ -156,7 +156,7 @@ class PolicyEntry(NamedTuple):
                 for operator, placement in policy.leaving()
             ],
             "standing": self.standing,
-            "leakage_summary": policy.leakage_summary(),
+            "leakage_summary": leakage_summary(policy),
             "origin": self.origin,
         }
 

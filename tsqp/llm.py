@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from protocol.errors import PromptError, SettingsError
-from protocol.problems import did_you_mean, first_problem
+from protocol.validation import did_you_mean, first_problem
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.tokenizer import TextStream

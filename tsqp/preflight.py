@@ -27,6 +27,7 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import find_file
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
+from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
@@ -118,7 +119,7 @@ def examine_start(start: Start) -> list[Finding]:
 def _policy(start: Start) -> Iterator[Finding]:
     start.policy.check(start.config.num_hidden_layers)
     nothing = f"policy {start.policy.name}: nothing leaves the TEE"
-    yield Finding("run", "policy", "ok", start.policy.leakage_summary() or nothing)
+    yield Finding("run", "policy", "ok", leakage_summary(start.policy) or nothing)
 
 
 def _model(start: Start) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """What of a CUDA device the products need: memory that it reaches, events, graphs, jobs, tiles.
 
-`check_integers` finds out at the start whether a device's int8 products are exact.
-
 `CudaDevice` has not run on a GPU; tests put a stand-in in its place.
 
 A tile is how the exact product is cut into blocks: there is a short list for each number of rows.
@@ -17,10 +15,6 @@ from typing import NamedTuple
 import torch
 
 from gpu_side.event_log import log
-from gpu_side.weights import OPERATOR_OF
-from protocol.errors import KernelError
-from protocol.integer import MAX_IN_FEATURES, check_kernels
-from protocol.model.config import ModelConfig
 
 # Numbers of rows of which graphs are made; see `gpu_side.cuda.products`.
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32)
@@ -175,42 +169,3 @@ _MANY = (Tile(64, 64, 128, 4, 3), Tile(32, 128, 128, 4, 3), Tile(128, 64, 64, 8,
 def tiles_for(rows: int) -> Sequence[Tile]:
     """Return the tiles that a product of so many rows chooses from."""
     return _DIRECT if rows <= DIRECT_ROWS else _FEW if rows <= 32 else _MANY
-
-
-def check_integers(config: ModelConfig, device: torch.device | None) -> None:
-    """Check that this device computes this model's int8 products exactly. Raises KernelError.
-
-    `device`: None for a null one, which has no products: then only the widths must fit.
-    """
-    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
-    KernelError.unless(
-        widest <= MAX_IN_FEATURES,
-        "int8 weights of this model",
-        f"{widest} in_features",
-        f"at most {MAX_IN_FEATURES}",
-    )
-    if device is not None:
-        (check_ring if device.type == "cuda" else check_kernels)(device)
-
-
-def check_ring(device: torch.device) -> None:
-    """Compare the kernels in all their tiles with exact arithmetic on this device.
-
-    Compiles them, which takes seconds the first time and is kept by Triton. Raises KernelError:
-    Triton is not there, cannot compile, or gives a wrong number.
-    """
-    where = f"int8 products on {device}"
-    with KernelError.instead_of(
-        ImportError, where, "no Triton", "it installed: torch for CUDA brings it"
-    ):
-        # Not imported, and need not be installed, where nothing is computed on a GPU.
-        from gpu_side.cuda.ring import every_tile
-    try:
-        check_kernels(device, every_tile)
-    except KernelError:
-        raise
-    except Exception as error:
-        # Of its compiler, the C compiler that it calls, and the driver: no common class.
-        raise KernelError(
-            where, got=f"{type(error).__name__} from Triton", expected="kernels that it compiles"
-        ) from error

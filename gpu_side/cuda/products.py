@@ -12,7 +12,8 @@ host looks (`gpu_side.cuda.ring`). Floats are copied in and out, and an event sa
 there. A slot of shared memory is used in place once the device reaches it (`reach`); what comes
 from elsewhere goes through a workspace's host memory.
 
-`CudaKernels` finds out at the start whether int8 products in place are those that are copied.
+`check_integers` finds out at the start whether a device's int8 products are exact, and
+`CudaKernels` whether those in place are those that are copied.
 """
 
 import ctypes
@@ -43,14 +44,16 @@ from gpu_side.kernels import (
 from gpu_side.tasks import Computed, LinearWork, Task
 from gpu_side.transport.listener import Incoming
 from gpu_side.transport.stream_client import adopt
-from gpu_side.weights import ServiceWeights
+from gpu_side.weights import OPERATOR_OF, ServiceWeights
 from protocol import native
 from protocol.errors import KernelError
+from protocol.integer import MAX_IN_FEATURES, check_kernels
 from protocol.messages import (
     FUSED_MODULES,
     Projection,
     tensor_reply,
 )
+from protocol.model.config import ModelConfig
 from protocol.shared_memory import Lane, SlotMemory, create
 from protocol.tensors import Buffer, WireTensor, raw_bytes, to_torch, torch_dtype
 
@@ -462,3 +465,42 @@ def _floats(
 def device_kernels(weights: ServiceWeights, spin_us: float) -> TorchKernels:
     """Return what computes with weights, on the device where they are."""
     return (CudaKernels if weights.device.type == "cuda" else TorchKernels)(weights, spin_us)
+
+
+def check_integers(config: ModelConfig, device: torch.device | None) -> None:
+    """Check that this device computes this model's int8 products exactly. Raises KernelError.
+
+    `device`: None for a null one, which has no products: then only the widths must fit.
+    """
+    widest = max(config.module_shape(module)[1] for module in OPERATOR_OF)
+    KernelError.unless(
+        widest <= MAX_IN_FEATURES,
+        "int8 weights of this model",
+        f"{widest} in_features",
+        f"at most {MAX_IN_FEATURES}",
+    )
+    if device is not None:
+        (check_ring if device.type == "cuda" else check_kernels)(device)
+
+
+def check_ring(device: torch.device) -> None:
+    """Compare the kernels in all their tiles with exact arithmetic on this device.
+
+    Compiles them, which takes seconds the first time and is kept by Triton. Raises KernelError:
+    Triton is not there, cannot compile, or gives a wrong number.
+    """
+    where = f"int8 products on {device}"
+    with KernelError.instead_of(
+        ImportError, where, "no Triton", "it installed: torch for CUDA brings it"
+    ):
+        # Not imported, and need not be installed, where nothing is computed on a GPU.
+        from gpu_side.cuda.ring import every_tile
+    try:
+        check_kernels(device, every_tile)
+    except KernelError:
+        raise
+    except Exception as error:
+        # Of its compiler, the C compiler that it calls, and the driver: no common class.
+        raise KernelError(
+            where, got=f"{type(error).__name__} from Triton", expected="kernels that it compiles"
+        ) from error

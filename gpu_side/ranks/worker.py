@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
-from gpu_side.cuda.device import check_integers
-from gpu_side.cuda.products import device_kernels
+from gpu_side.cuda.products import check_integers, device_kernels
 from gpu_side.devices import NullDevice, parse_device
 from gpu_side.encoding import RequestReader
 from gpu_side.kernels import there

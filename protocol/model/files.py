@@ -17,12 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from protocol.errors import InputError, ModelError, SealError, describe, shown
-
-if TYPE_CHECKING:
-    from protocol.model.at_rest import Manifest
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -220,7 +217,17 @@ def rows_per_block(shape: tuple[int, ...], row_bytes: int) -> int:
     return max(1, min(shape[0] if shape else 1, BLOCK_BYTES // max(1, row_bytes)))
 
 
-def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | None:
+class Pins(Protocol):
+    """Says which files there are, and what is in them: a `protocol.model.at_rest.Manifest`."""
+
+    def find(self, path: Path) -> Path | None:
+        """Return the path of a file that is named, None for another."""
+
+    def check_file(self, path: Path, content: bytes) -> None:
+        """Check the content of a file."""
+
+
+def find_file(directory: Path, name: str, manifest: Pins | None) -> Path | None:
     """Return the path of a file that may be missing, or None.
 
     With a manifest, what it does not name is missing. Raises ManifestError for what it names and
@@ -232,7 +239,7 @@ def find_file(directory: Path, name: str, manifest: Manifest | None) -> Path | N
     return path if is_there(path) else None
 
 
-def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
+def read_file(path: Path, limit: int, manifest: Pins | None) -> bytes:
     """Read a file of a model directory, verified. Raises ModelError, ManifestError."""
     if manifest is not None:
         manifest.find(path)
@@ -242,6 +249,6 @@ def read_file(path: Path, limit: int, manifest: Manifest | None) -> bytes:
     return content
 
 
-def read_json(path: Path, manifest: Manifest | None = None) -> dict[str, Any]:
+def read_json(path: Path, manifest: Pins | None = None) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
     return parse_object(read_file(path, MAX_JSON_BYTES, manifest), str(path))

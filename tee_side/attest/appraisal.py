@@ -46,8 +46,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias
 from pydantic import BeforeValidator, ValidationError, model_validator
 
 from protocol.errors import EvidenceError, SettingsError, describe
-from protocol.problems import first_problem
-from protocol.validation import Strict, refusal
+from protocol.validation import Strict, first_problem, refusal
 from tee_side.attest.guests import (
     Product,
     SigningKey,

@@ -1,15 +1,11 @@
 """What a policy gives away, in the one line that is printed before anything runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from tee_side.policy.placement import Placement, Policy
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import LAYERLESS, Operator
-
-if TYPE_CHECKING:
-    from tee_side.policy.placement import Placement, Policy
 
 # What the GPU side sees of an operator that is sent to it in the clear.
 SEEN: dict[Operator, str] = {
@@ -41,7 +37,7 @@ _ATTESTED = {"none": "", "simulated": "; services give simulated evidence, which
 _Masked: TypeAlias = list[tuple[Operator, Mask]]
 
 
-def leakage_summary(policy: Policy, *, links_encrypted: bool) -> str | None:
+def leakage_summary(policy: Policy, *, links_encrypted: bool = True) -> str | None:
     """Say what the GPU side learns under a policy, the worst first; None if nothing.
 
     `links_encrypted`: whether all links that shares depend on are.

@@ -57,8 +57,7 @@ from pydantic import (
 
 from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
-from protocol.validation import refusal
-from tee_side.policy.leakage_summary import leakage_summary
+from protocol.validation import did_you_mean, first_problem, refusal
 from tee_side.protect.masks.mask import PROVISIONED, AdditiveMask, Mask, find_mask, is_path
 from tee_side.words import (
     LAYERLESS,
@@ -121,8 +120,6 @@ def _mask(value: object, info: ValidationInfo) -> Mask | None:
         mask = find_mask(name, (info.context or {}).get(_FOLDER))
         return mask(**options)
     except ValidationError as error:
-        from protocol.problems import first_problem
-
         problem = first_problem(error, mask.model_fields)
         raise refusal(problem.got, problem.expected, f"{name}: {problem.field}") from None
     except (MaskError, PluginError) as error:
@@ -476,10 +473,6 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
         keyed = (mask for mask in self.masks if mask.kind in PROVISIONED)
         return cast("ProvisionedMask | None", next(keyed, None))
 
-    def leakage_summary(self, *, links_encrypted: bool = True) -> str | None:
-        """Say in one line what the GPU side learns; None if nothing leaves."""
-        return leakage_summary(self, links_encrypted=links_encrypted)
-
 
 def builtin_policies() -> list[str]:
     """Return the names of the policies that ship with us."""
@@ -541,8 +534,6 @@ def _parse(text: str, where: str, folder: Path | None) -> Policy:
 
 def _refused(given: object, error: ValidationError) -> PolicyError:
     """Say what pydantic refuses, by policy, operator, layers and phase as far as they are known."""
-    from protocol.problems import did_you_mean, first_problem
-
     problem = first_problem(error, {**Policy.model_fields, **Placement.model_fields})
     table = given if isinstance(given, dict) else {}
     name = table.get("name")

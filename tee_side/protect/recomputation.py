@@ -22,7 +22,7 @@ from protocol.messages import (
 from protocol.model.checkpoint import Checkpoint, module_name
 from protocol.model.weights import quantize_rows, weight_rows
 from protocol.tensors import to_torch
-from tee_side.protect.verification import Weights
+from tee_side.protect.sites import Weights
 from tee_side.words import Site
 
 # Blocks of a weight, and the columns of a product that each makes.

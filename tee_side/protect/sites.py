@@ -10,7 +10,7 @@ The sites that are padded are a `PadLayout`: what the pads of one token consist 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -219,6 +219,20 @@ class IntegerSites:
         if self.head is None:
             raise LookupError("an LM head that does not leave")
         return self.head
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """What is known of a model's weights: integers in memory (`held`), and the model directory.
+
+    `dtype`: that services hold floats in. `integers`: where the policy computes with them.
+    """
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    held: Mapping[Site, QuantizedLinear]
+    integers: IntegerSites | None = None
 
 
 def load_biases(

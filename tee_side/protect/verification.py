@@ -21,7 +21,7 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -32,12 +32,12 @@ from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.weights import QuantizedLinear, load_quantized
+from protocol.model.weights import load_quantized
 from protocol.native import choice
 from tee_side.native import kernels
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import IntegerSites, tensors_of
+from tee_side.protect.sites import Weights, tensors_of
 from tee_side.words import Site
 
 if TYPE_CHECKING:
@@ -138,20 +138,6 @@ def check_verifiable(
             "the weights whose products are to be verified",
         )
     checkpoint.require(tensors)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """What is known of a model's weights: integers in memory (`held`), and the model directory.
-
-    `dtype`: that services hold floats in. `integers`: where the policy computes with them.
-    """
-
-    config: ModelConfig
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    held: Mapping[Site, QuantizedLinear]
-    integers: IntegerSites | None = None
 
 
 class SiteSecrets(Protocol):

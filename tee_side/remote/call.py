@@ -286,9 +286,13 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             if revealed is not None:
                 return revealed
         # The slow path, imported when it is first needed.
-        from tee_side.remote.fault_attribution import refuse
+        from tee_side.remote.fault_attribution import Refused, refuse
 
-        left_s = refuse(plan, requests, masked.sent, exchanges, until)
+        operator, rules = plan.operator, plan.rules
+        clear, check = rules.mask is None, plan.check
+        told = Refused(operator, plan.layer, plan.channels, rules.name, clear, check, until)
+        refuse(told, requests, masked.sent, exchanges)
+        left_s = time_left(operator, until)
 
 
 def _reveal(

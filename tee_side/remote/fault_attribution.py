@@ -25,8 +25,8 @@ from protocol.prepared import Exchange, Payload, PreparedRequest
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.recomputation import Blocks, Claim
 from tee_side.protect.verification import ResultCheck, Unverified
-from tee_side.remote.call import CallPlan, time_left
 from tee_side.remote.services.replicas import Replicas
+from tee_side.words import Operator
 
 log = logging.getLogger("tee_side")
 
@@ -52,14 +52,28 @@ class Answer(NamedTuple):
         return Claim(self.request.request(self.sent), self.request.output(self.exchange))
 
 
+class Refused(NamedTuple):
+    """Whose result was refused: an operator of a layer, asked for over `channels`, one a share.
+
+    `mask`: as messages name it; `in_the_clear`: that there is none. `until`: the call's deadline.
+    """
+
+    operator: Operator
+    layer: int | None
+    channels: Sequence[Channel]
+    mask: str
+    in_the_clear: bool
+    check: ResultCheck | Unverified
+    until: float
+
+
 def refuse(
-    plan: CallPlan,
+    refused: Refused,
     requests: Sequence[PreparedRequest],
     sent: Sequence[Payload | Seed],
     exchanges: Sequence[Exchange],
-    until: float,
-) -> float | None:
-    """Ask services at fault no more, and return how long another may take to compute the same.
+) -> None:
+    """Ask services at fault no more.
 
     `sent`: to each service with every request; `exchanges`: the answers that there are, in order.
     Where all have the form that was asked for, it is the numbers that are wrong. Raises what the
@@ -71,16 +85,15 @@ def refuse(
         if isinstance(payload, Seed)
         else (channel, request, payload)
         for request in requests
-        for channel, payload in zip(plan.channels, sent, strict=True)
+        for channel, payload in zip(refused.channels, sent, strict=True)
     ]
     answers = [Answer(*one, exchange) for one, exchange in zip(asked, exchanges, strict=False)]
-    error = _distrust_forms(plan, answers) or _distrust_liars(plan, answers, until)
-    if time.monotonic() >= until:
+    error = _distrust_forms(refused.operator, answers) or _distrust_liars(refused, answers)
+    if time.monotonic() >= refused.until:
         raise error
-    return time_left(plan.operator, until)
 
 
-def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError | None:
+def _distrust_forms(operator: Operator, answers: Sequence[Answer]) -> ReplyError | None:
     """Ask every service no more that sent a reply of another form; return the last error."""
     found: ReplyError | None = None
     for answer in answers:
@@ -88,7 +101,7 @@ def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError | N
             answer.request.output(answer.exchange)
         except ReplyError as error:
             found = ReplyError(
-                f"{plan.operator} reply from {answer.exchange.endpoint}",
+                f"{operator} reply from {answer.exchange.endpoint}",
                 error.got,
                 error.expected,
             )
@@ -96,17 +109,18 @@ def _distrust_forms(plan: CallPlan, answers: Sequence[Answer]) -> ReplyError | N
     return found
 
 
-def _distrust_liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> VerificationError:
+def _distrust_liars(refused: Refused, answers: Sequence[Answer]) -> VerificationError:
     """Ask the services no more that computed wrongly; return the last error.
 
     Raises MaskError where every answer is right.
     """
-    where = plan.operator if plan.layer is None else f"{plan.operator} in layer {plan.layer}"
-    liars = _liars(plan, answers, until)
+    operator, layer = refused.operator, refused.layer
+    where = operator if layer is None else f"{operator} in layer {layer}"
+    liars = _liars(refused, answers)
     suspects = answers if liars is None else liars
     if not suspects:
         raise MaskError(
-            f"{plan.rules.name}: {where}",
+            f"{refused.mask}: {where}",
             "a wrong result, unmasked from right answers",
             "factors that were made from these weights, and an unmask that undoes mask",
         )
@@ -115,7 +129,7 @@ def _distrust_liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> 
     for suspect in suspects:
         error = VerificationError(
             f"{where} at {all_of_them if liars is None else suspect.exchange.endpoint}",
-            "a wrong result" + ("" if liars is None else _ranks(suspect, plan.check, until)),
+            "a wrong result" + ("" if liars is None else _ranks(suspect, refused)),
             "what the weights of the TEE's own model give",
         )
         try:
@@ -127,12 +141,12 @@ def _distrust_liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> 
     return error
 
 
-def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
+def _ranks(liar: Answer, refused: Refused) -> str:
     """Say which ranks of a service computed wrongly, where that can be found out in a moment.
 
     A hint: the service says itself how many it has.
     """
-    channel = liar.channel
+    channel, check = liar.channel, refused.check
     if isinstance(check, Unverified) or not isinstance(channel, Replicas):
         return ""
     now, endpoint = time.monotonic(), liar.exchange.endpoint
@@ -141,7 +155,7 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
         return ""
     ranks = said.ranks
     claims = [liar.claim()._replace(columns=(rank, ranks)) for rank in range(ranks)]
-    until = min(now + _HINT_S, now + (until - now) / _HINT_PART)
+    until = min(now + _HINT_S, now + (refused.until - now) / _HINT_PART)
     try:
         wrong = find_liars(claims, check, lambda: time.monotonic() >= until)
     except TsqpError:
@@ -150,22 +164,22 @@ def _ranks(liar: Answer, check: ResultCheck | Unverified, until: float) -> str:
     return f" in the columns of rank {found} of {ranks}, counted from 0" if found else ""
 
 
-def _liars(plan: CallPlan, answers: Sequence[Answer], until: float) -> Sequence[Answer] | None:
+def _liars(refused: Refused, answers: Sequence[Answer]) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
-    in_the_clear = plan.rules.mask is None
+    in_the_clear = refused.in_the_clear
     if in_the_clear and len(answers) == 1:
         return answers  # the result that was refused is the answer itself
-    if isinstance(plan.check, Unverified):
+    if isinstance(refused.check, Unverified):
         raise LookupError("a result that was refused, and is not verified")
     try:
         claims = [answer.claim() for answer in answers]
-        wrong = find_liars(claims, plan.check, lambda: time.monotonic() >= until)
+        wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= refused.until)
     except ActivationRangeError:
         raise  # of what our own mask sent: no service can compute with it
     except TsqpError as unknown:
         # The time is up, or the weights on disk, read once more for this, are not there or are
         # others by now. A liar must not be spared for it.
-        fields = {"operator": plan.operator, "layer": plan.layer, "detail": str(unknown)}
+        fields = {"operator": refused.operator, "layer": refused.layer, "detail": str(unknown)}
         log.warning("liar_unknown", extra={"fields": fields})
         return None
     # In the clear nothing was unmasked: who is not off alone is off together with others.

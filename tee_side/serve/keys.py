@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.curve import read_text, require_only_we_read
 from protocol.errors import KeyFileError, LimitError
-from protocol.problems import expectation
+from protocol.validation import expectation
 
 log = logging.getLogger("tee_side")
 

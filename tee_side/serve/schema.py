@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import EngineError, LimitError, PromptError, TsqpError
-from protocol.problems import expectation
+from protocol.validation import expectation
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 from tee_side.serve.grammar import GrammarKind

@@ -21,7 +21,7 @@ from protocol.errors import (
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
 from protocol.prepared import Exchange, PreparedRequest, Traffic
 from protocol.tensors import from_torch
-from tee_side.remote.services import connected, failover, member, replicas
+from tee_side.remote.services import connected, member, replicas
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
@@ -213,7 +213,7 @@ def stopped_clock(patch: pytest.MonkeyPatch) -> Any:
         found.now += seconds + 1e-5
 
     found.sleep = sleep
-    for module in (member, replicas, failover, connected, sys.modules[__name__]):
+    for module in (member, replicas, connected, sys.modules[__name__]):
         patch.setattr(module, "time", found)
     return found
 

@@ -117,7 +117,7 @@ def _loaded(_files: object, directory: Path, dtype: str, _kernels: native.Choice
 def _kernels_checked_once() -> Iterator[None]:
     """Try each way that kernels run once for all tests, as a process does for all that it loads."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("gpu_side.cuda.device", "tsqp.calibrate"):
+        for user in ("gpu_side.cuda.products", "tsqp.calibrate"):
             patch.setattr(f"{user}.check_kernels", lambda device: _checked(device, native.choice()))
         yield
 

@@ -8,9 +8,12 @@ The file's table `[tee-runner]`, `[gpu-service]` or `[tsqp]` goes before its oth
 program. A name that another command has is ignored, and one that no command has is refused.
 """
 
+import difflib
 import math
 import os
-from collections.abc import Callable
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field
 from functools import wraps
 from importlib import import_module
@@ -31,7 +34,7 @@ from annotated_types import Interval, MinLen
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, describe
 from tsqp.run.settings import (
     DEMO,
     DIRECTORY,
@@ -53,10 +56,11 @@ CONTEXT = {
     "auto_envvar_prefix": PREFIX,
 }
 PROGRAMS = {"gpu-service": "gpu_service", "tee-runner": "tee_runner", "tsqp": "main"}
-# Variables that are no option.
-OTHER_VARIABLES = {f"{PREFIX}_CONFIG", f"{PREFIX}_DEBUG"}
 # What the variables of options began with before they had one set of names.
-_OLD_PREFIXES = ("TEE_RUNNER_", "GPU_SERVICE_")
+_OLD_PREFIX = re.compile("(?:TEE_RUNNER_(?:GENERATE|CHAT|PADS_MAKE)|GPU_SERVICE)_")
+# Variables that are no option.
+_CONFIG = f"{PREFIX}_CONFIG"
+_OTHER_VARIABLES = {_CONFIG, f"{PREFIX}_DEBUG"}
 # In the meta of a context: settings files that were read, with their content; the one to read.
 FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
@@ -136,6 +140,18 @@ class FiniteFloatRange(click.FloatRange):
         return number
 
 
+def read_listen(
+    _context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[str, int] | None:
+    """Read HOST:PORT to listen at; an IPv6 address is in brackets. Raises SettingsError."""
+    if text is None:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError(parameter.opts[0], got=describe(text), expected="HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
 class StopText(click.types.StringParamType):
     """A stop string. In the environment they are separated by newlines, as they may have spaces."""
 
@@ -166,13 +182,20 @@ def _apply(context: click.Context, _parameter: click.Parameter, path: Path | Non
     context.meta[_PATH] = path
     if isinstance(context.command, click.Group):
         return
-    variables = {variable_of(name): name for name in settable(context.command)}
+    known = {_name(parameter): parameter for parameter in _settable(context.command)}
+    variables = {_variable(name): name for name in known}
     for name in os.environ:
-        ours = name.startswith(f"{PREFIX}_") and name not in variables.keys() | OTHER_VARIABLES
-        if ours or name.startswith(_OLD_PREFIXES):
-            from tsqp.cli.settings_file import check_variable
-
-            check_variable(name)
+        if name.startswith(f"{PREFIX}_") and name not in variables.keys() | _OTHER_VARIABLES:
+            _require_known(name, name, map(_variable, _names_of(PROGRAMS)))
+        if old := _OLD_PREFIX.match(name):
+            now = f"{PREFIX}_{name[old.end() :]}"
+            # Others may be no setting of ours: Kubernetes names variables after a service.
+            SettingsError.unless(
+                now not in {_CONFIG, *map(_variable, _names_of(PROGRAMS))},
+                name,
+                "a variable of an old name",
+                now,
+            )
         # click takes it for one that is not set: a check that it asks for would be left out.
         SettingsError.unless(
             name not in variables or os.environ[name],
@@ -180,10 +203,12 @@ def _apply(context: click.Context, _parameter: click.Parameter, path: Path | Non
             "an empty value",
             "a value, or no variable",
         )
-    if path is not None:
-        from tsqp.cli.settings_file import read_settings
-
-        context.default_map = read_settings(context, path)
+    found: dict[str, Any] = {}
+    for name, (value, where) in _read(context, path).items() if path else ():
+        parameter = known.get(name)
+        if parameter is not None and parameter.name is not None:
+            found[parameter.name] = _checked_value(parameter, value, where)
+    context.default_map = found
 
 
 # Read before the other settings are.
@@ -197,19 +222,129 @@ config_option = click.option(
 )
 
 
-def settable(command: click.Command) -> dict[str, click.Parameter]:
-    """Return what the environment and the file may set: by the long option without its dashes."""
-    found: dict[str, click.Parameter] = {}
+def _settable(command: click.Command) -> Iterator[click.Parameter]:
+    """Yield the parameters that the environment and the file may set."""
     for parameter in command.params:
         automatic = isinstance(parameter, click.Option) and parameter.allow_from_autoenv
         if (automatic or parameter.envvar) and parameter.name not in ("config", "help", "version"):
-            found[max(parameter.opts, key=len).lstrip("-")] = parameter
+            yield parameter
+
+
+def _name(parameter: click.Parameter) -> str:
+    """Return the name of a setting: the long option without its dashes."""
+    return max(parameter.opts, key=len).lstrip("-")
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}_{name.upper().replace('-', '_')}"
+
+
+def _names_of(programs: Iterable[str]) -> set[str]:
+    """Return the names of all settings of some programs, whose every command is loaded for it."""
+
+    def names(command: click.Command) -> Iterator[str]:
+        yield from map(_name, _settable(command))
+        if isinstance(command, click.Group):
+            with click.Context(command) as context:
+                for name in command.list_commands(context):
+                    if (found := command.get_command(context, name)) is not None:
+                        yield from names(found)
+
+    modules = (import_module(f"tsqp.cli.{PROGRAMS[program]}") for program in programs)
+    return {name for module in modules for name in names(module.command)}
+
+
+def _require_known(where: str, name: str, known: Iterable[str]) -> None:
+    """Raise SettingsError, with the nearest name, for one that is not among these."""
+    names = sorted(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f" (did you mean {near[0]}?)" if near else " (--help lists them)"
+        raise SettingsError(where, got="an unknown name", expected=f"that of an option{hint}")
+
+
+def _read(context: click.Context, path: Path) -> dict[str, tuple[Any, str]]:
+    """Read the values of a settings file, and where each stands. Raises SettingsError."""
+    try:
+        content = path.read_bytes()
+        tables = tomllib.loads(content.decode("utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        # ValueError: malformed TOML, text that is not UTF-8, or an integer of thousands of digits.
+        got = error.strerror if isinstance(error, OSError) else f"invalid TOML ({error})"
+        if isinstance(error, RecursionError):
+            got = "TOML that is nested too deeply"
+        raise SettingsError(str(path), got=got or "an unreadable file", expected="TOML") from None
+    context.meta.setdefault(FILES, []).append((path, content))
+    program = context.find_root().command.name or ""
+    own = tables.get(program, {})
+    flat = {key: value for key, value in tables.items() if key not in PROGRAMS}
+    for key in tables.keys() & PROGRAMS.keys():
+        SettingsError.unless(
+            isinstance(tables[key], dict), f"{path}: {key}", describe(tables[key]), "a table"
+        )
+    shared = _named(context, flat, str(path), PROGRAMS)
+    return shared | _named(context, own, f"{path}: [{program}]", (program,))
+
+
+def _named(
+    context: click.Context, table: dict[str, Any], where: str, programs: Iterable[str]
+) -> dict[str, tuple[Any, str]]:
+    """Return a table's values by the names of their settings. Raises SettingsError."""
+    own = {_name(parameter) for parameter in _settable(context.command)}
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if isinstance(value, dict):
+            tables = " and ".join(f"[{program}]" for program in PROGRAMS)
+            raise SettingsError(f"{where}: {key}", got="a table", expected=f"none but {tables}")
+        if name not in own:
+            _require_known(f"{where}: {key}", name, _names_of(programs))
+        SettingsError.unless(
+            name not in found, f"{where}: {key}", "this setting twice, with - and with _", "it once"
+        )
+        found[name] = value, f"{where}: {key}"
     return found
 
 
-def variable_of(name: str) -> str:
-    """Return the variable of the environment that gives a setting."""
-    return f"{PREFIX}_{name.upper().replace('-', '_')}"
+def _checked_value(parameter: click.Parameter, value: object, where: str) -> object:
+    """Return what click takes. Refuse what it would convert: `true` is no number, and 3 no path."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise SettingsError(where, got="an integer beyond 64 bits", expected="one within")
+    expected = _expected(parameter)
+    # By type and not isinstance: `true` is an int to Python.
+    SettingsError.unless(type(value) in _TOML_TYPES[expected], where, describe(value), expected)
+    if not isinstance(parameter, click.Option) or not parameter.multiple:
+        return value
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        SettingsError.unless(
+            isinstance(item, str), where, f"{describe(item)} in it", "strings only"
+        )
+    return items
+
+
+# What a setting may be in TOML, as an error says it, and the types that fit.
+_TOML_TYPES: dict[str, tuple[type, ...]] = {
+    "a string": (str,),
+    "a string or a list of strings": (str, list),
+    "a list of strings": (list,),
+    "true or false": (bool,),
+    "an integer": (int,),
+    "a number": (int, float),
+}
+
+
+def _expected(parameter: click.Parameter) -> str:
+    """Return which of `_TOML_TYPES` a parameter takes."""
+    if isinstance(parameter, click.Option) and parameter.multiple:
+        # Several stop strings are one text elsewhere, so one alone would be ambiguous.
+        stop = isinstance(parameter.type, StopText)
+        return "a list of strings" if stop else "a string or a list of strings"
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return "true or false"
+    if isinstance(parameter.type, click.types.IntParamType):
+        return "an integer"
+    return "a number" if isinstance(parameter.type, click.types.FloatParamType) else "a string"
 
 
 _COMPLETES = {None: None, "file": complete_file, "policy": complete_policy}

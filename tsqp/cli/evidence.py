@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from protocol.errors import EvidenceError, SettingsError, describe
-from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, use
+from tsqp.cli.config import CONTEXT, PATH, FiniteFloatRange, config_option, read_listen, use
 from tsqp.run.process import EXIT_FAILURE
 
 if TYPE_CHECKING:
@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
 
 _DEVELOPMENT = "development"
-
-
-def read_listen(
-    _context: click.Context, parameter: click.Parameter, text: str | None
-) -> tuple[str, int] | None:
-    """Read HOST:PORT to listen at; an IPv6 address is in brackets. Raises SettingsError."""
-    if text is None:
-        return None
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError(parameter.opts[0], got=describe(text), expected="HOST:PORT")
-    return host.strip("[]"), int(port)
 
 
 def appraisal_options(command: Callable[..., Any]) -> Callable[..., Any]:

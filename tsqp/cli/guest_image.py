@@ -12,8 +12,7 @@ import click
 from click.core import ParameterSource
 
 from protocol.errors import SettingsError, describe
-from tsqp.cli.config import CONTEXT, PATH, config_option
-from tsqp.cli.evidence import read_listen
+from tsqp.cli.config import CONTEXT, PATH, config_option, read_listen
 from tsqp.deploy.image import INITRAMFS, LOCK, Launch, Lock, Suite, fetch, first_difference
 from tsqp.extras import needing
 from tsqp.run.process import bytes_for_people

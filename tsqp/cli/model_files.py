@@ -252,7 +252,7 @@ def _with_options(mask: type[Mask], options: tuple[str, ...]) -> Mask:
     """Make a mask from `key=value` texts. Raises SettingsError."""
     from pydantic import ValidationError
 
-    from protocol.problems import first_problem
+    from protocol.validation import first_problem
 
     values: dict[str, str] = {}
     for option in options:

@@ -18,6 +18,7 @@ from rich.text import Text
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.demo.programs import (
     COMPUTING,
@@ -169,14 +170,14 @@ class Stage:
         console = self._console
         console.print()
         reach, feed = self._services.reach(policy), TapFeed()
-        leakage_summary = (
-            policy.leakage_summary(links_encrypted=False)
+        summary = (
+            leakage_summary(policy, links_encrypted=False)
             or f"policy {policy.name}: nothing leaves the TEE"
         )
         title = f"{number}  {_title(policy, name)}"
         if name not in THREE_ACTS:  # too long for a title
             console.print(Text(policy.summary, style="dim"))
-        console.print(Text(leakage_summary))
+        console.print(Text(summary))
         story = Text(self._prompt, style="bold")
 
         def panel(**after: Any) -> Panel:

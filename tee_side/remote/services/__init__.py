@@ -2,6 +2,6 @@
 
 `plan` reads `--gpu` and says which service has which share of which layers; `member` is one of
 them, with its connection and handshake; `replicas` is the channel over those that stand in for each
-other; `failover` is what it does once one has failed, and makes one error of what several said;
-`connected` holds all of them.
+other, what it does once one has failed, and makes one error of what several said; `connected` holds
+all of them.
 """

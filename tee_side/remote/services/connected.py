@@ -9,7 +9,7 @@ from protocol.errors import AbsentError, DeadlineExceededError, EndpointError
 from protocol.prepared import Traffic
 from tee_side.remote.services.member import TURN_S, ConnectOptions, Instances, Member
 from tee_side.remote.services.plan import ReplicaGroup
-from tee_side.remote.services.replicas import Replicas
+from tee_side.remote.services.replicas import Replicas, aggregate_errors
 
 # A start that takes longer says what it waits for.
 TELL_S = 1.0
@@ -93,8 +93,6 @@ class Services:
                         member.log_waiting(deadline, "--connect-timeout-s")
         for group in self._groups:
             if not group.is_ready:
-                from tee_side.remote.services.failover import aggregate_errors  # as `replicas` does
-
                 errors = {one.endpoint: one.error or _silent(one.endpoint) for one in group.members}
                 # A lone one that has said what is wrong is not said to be late.
                 silent = any(isinstance(one, DeadlineExceededError) for one in errors.values())

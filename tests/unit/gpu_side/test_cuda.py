@@ -20,8 +20,8 @@ import torch
 import gpu_side.cuda
 from gpu_side import kernels
 from gpu_side.cuda import products
-from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile, check_ring
-from gpu_side.cuda.products import CudaKernels, DeviceProducts, Product
+from gpu_side.cuda.device import GRAPH_ROWS, InPlaceJob, Tile
+from gpu_side.cuda.products import CudaKernels, DeviceProducts, Product, check_ring
 from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.kernels import PinnedStaging, exact_product, queued

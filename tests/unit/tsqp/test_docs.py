@@ -68,5 +68,7 @@ def test_the_page_for_operators_names_all_metrics_and_events() -> None:
     files += [ROOT / "tsqp/cli/gpu_service.py", ROOT / "tsqp/run/server.py"]
     source = "".join(path.read_text(encoding="utf-8") for path in files)
     # `listening`: the event of a thread that accepts clients, and has failed, follows it.
-    event = r'\b(?:log\.(?:info|warning|error|exception)\(|warn\(|\(listening, )\s*"(\w+)"'
+    event = (
+        r'\b(?:log\.(?:info|warning|error|exception)|member\.log|self\.log|\(listening,)\W+"(\w+)"'
+    )
     assert named == metrics | set(re.findall(event, source))

@@ -20,6 +20,7 @@ from protocol.errors import ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.tensors import ITEMSIZE
+from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
@@ -304,7 +305,7 @@ class Bench:
                 run = PolicyRun(
                     policy=policy.name,
                     summary=policy.summary,
-                    leakage_summary=policy.leakage_summary(),
+                    leakage_summary=leakage_summary(policy),
                     cases=tuple(one for one in answers if isinstance(one, Case)),
                     generation=next((a for a in answers if isinstance(a, RequestTimes)), None),
                     timelines=tuple(one for one in answers if isinstance(one, Timeline)),

@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
-from tee_side.policy.leakage_summary import SEEN
+from tee_side.policy.leakage_summary import SEEN, leakage_summary
 from tee_side.policy.placement import AttentionWindow, Policy
 from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_files import MAX_GROUP, slot_bytes
@@ -188,7 +188,7 @@ def explain(
         dtype=chosen,
         policy=policy.name,
         summary=policy.summary,
-        leakage_summary=policy.leakage_summary(),
+        leakage_summary=leakage_summary(policy),
         context=context,
         prompt_tokens=prompt_tokens,
         step_tokens=step_tokens,

@@ -19,6 +19,7 @@ from protocol.errors import PolicyError, SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
+from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
@@ -238,7 +239,7 @@ class Planning:
         return PolicyPlan(
             policy=policy.name,
             summary=policy.summary,
-            leakage_summary=policy.leakage_summary(),
+            leakage_summary=leakage_summary(policy),
             prefill=prefill,
             decode=decode,
             ttft_ms=prefill.total_us / 1e3,

@@ -22,8 +22,7 @@ def normal(randomness: Randomness, *shape: int) -> torch.Tensor:
     drawn = uniform(randomness, 2, (count + 1) // 2)
     radius = (drawn[0] + 2.0**-_MANTISSA_BITS).log().mul(-2).sqrt()
     angle = drawn[1] * (2 * math.pi)
-    both = torch.cat((radius * angle.cos(), radius * angle.sin()))
-    return both[:count].reshape(shape)
+    return torch.cat((radius * angle.cos(), radius * angle.sin()))[:count].reshape(shape)
 
 
 def signs(randomness: Randomness, *shape: int) -> torch.Tensor:

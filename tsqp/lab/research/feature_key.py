@@ -27,7 +27,7 @@ from protocol.errors import (
 from protocol.messages import FUSED_MODULES, Digest, LinearOperator
 from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest, norm_names
 from protocol.model.config import ModelConfig
-from protocol.problems import expectation
+from protocol.validation import expectation
 from tee_side.protect.masks.mask import describe_mask
 from tee_side.protect.masks.research import (
     FeatureMask,

@@ -225,8 +225,10 @@ class _ShuffledStream(_MappedStream):
     def head(self, norm_D: torch.Tensor, lm_head_VD: torch.Tensor) -> dict[str, torch.Tensor]:
         # Both axes in one gather: no third copy of the largest tensor.
         order_D, order_V = self._hidden.order, self._vocabulary.order
-        shuffled_VD = lm_head_VD[order_V[:, None], order_D]
-        return {FINAL_NORM: norm_D[order_D], "lm_head.weight": shuffled_VD}
+        return {
+            FINAL_NORM: norm_D[order_D],
+            "lm_head.weight": lm_head_VD[order_V[:, None], order_D],
+        }
 
     def layer(self, index: int, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See `KeyedSegment.layer`. The layer's permutations are drawn again in every call."""
@@ -416,8 +418,7 @@ class SegmentRotation(RotationMask, SegmentMask):
 
     def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
         """Draw the rotation."""
-        rotation = BlockRotation(config.hidden_size, self.block, randomness)
-        return _RotatedStream(rotation, self.sigma)
+        return _RotatedStream(BlockRotation(config.hidden_size, self.block, randomness), self.sigma)
 
 
 class _RotatedStream(_MappedStream):

@@ -36,7 +36,7 @@ from protocol.tensors import to_torch
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Blocks, Claim, InTime, weight_blocks
-from tee_side.protect.verification import Weights
+from tee_side.protect.sites import Weights
 from tee_side.words import Site
 from tsqp.lab.research.draws import normal
 

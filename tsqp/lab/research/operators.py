@@ -25,7 +25,8 @@ from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, as_it_is
 from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified, Weights
+from tee_side.protect.sites import Weights
+from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, RunParts, carry_out
 from tee_side.words import PRODUCTS, Operator, Phase, Site
 from tsqp.lab.research.float_check import (
@@ -79,8 +80,9 @@ class RemoteLMHead(_Remote):
     @cached_property
     def _secrets(self) -> FloatSecrets:
         parts = self._parts
-        weights = Weights(parts.config, parts.checkpoint, parts.dtype, {})
-        return FloatSecrets.draw(_HEAD, weights, Randomness())
+        return FloatSecrets.draw(
+            _HEAD, Weights(parts.config, parts.checkpoint, parts.dtype, {}), Randomness()
+        )
 
     def bind(
         self, layer: int, phase: Phase, settings: CallSettings, randomness: Randomness

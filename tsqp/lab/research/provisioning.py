@@ -154,8 +154,9 @@ def provision(
         shutil.rmtree(draft, ignore_errors=True)
     rows = checkpoint.blocks(EMBEDDING, shapes[EMBEDDING])
     lengths = (float(block.float().norm(dim=1).max()) for _, block in rows)
-    noise = noise_of(mask, config, lambda: max(lengths))
-    return Provisioned(config, weight_bytes, holds, noise, key)
+    return Provisioned(
+        config, weight_bytes, holds, noise_of(mask, config, lambda: max(lengths)), key
+    )
 
 
 def _check_outputs(server_dir: Path, key_path: Path) -> None:

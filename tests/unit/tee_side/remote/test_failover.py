@@ -26,8 +26,8 @@ from protocol.messages import SegmentRequest
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
-from tee_side.remote.services.failover import aggregate_errors
 from tee_side.remote.services.plan import ReplicaGroup
+from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import (
     FakeConnection,
     FakeService,

@@ -27,14 +27,14 @@ from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
-from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Claim, rows_of_part
-from tee_side.protect.verification import ExactCheck, LinearCheck, Weights
+from tee_side.protect.sites import Weights
+from tee_side.protect.verification import ExactCheck, LinearCheck
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
-from tee_side.remote.fault_attribution import find_liars, refuse
+from tee_side.remote.fault_attribution import Refused, find_liars, refuse
 from tee_side.words import Operator
 from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
@@ -236,13 +236,11 @@ def test_the_rank_that_computed_wrongly_is_named(
     output[2, 190] += 3
     prepared = PreparedRequest(request, tuple(output.shape), "int32")
     exchange, sent = Exchange(endpoint="a", output=output), to_torch(request.elements)  # type: ignore[union-attr]
-    plan: Any = SimpleNamespace(
-        operator="gate_up_proj", layer=1, channels=[world.replicas("a")], rules=MaskRules(None)
-    )
-    plan.check = _check(model, held=False)
-    until = fault_attribution.time.monotonic() + left_s
+    until, check = fault_attribution.time.monotonic() + left_s, _check(model, held=False)
+    channels = [world.replicas("a")]
+    refused = Refused("gate_up_proj", 1, channels, "", in_the_clear=True, check=check, until=until)
     with pytest.raises(VerificationError) as caught:
-        refuse(plan, [prepared], [sent], [exchange], until)
+        refuse(refused, [prepared], [sent], [exchange])
     assert caught.value.got == f"a wrong result{said}"
 
 
