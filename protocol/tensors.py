@@ -54,13 +54,13 @@ class WireTensor:
         """
         # As `float32`, or `torch.float32`.
         name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-        ProtocolError.unless(
-            name in ITEMSIZE,
-            f"{where}.dtype",
-            describe_untrusted(dtype),
-            f"one of {', '.join(ITEMSIZE)}",
-            code=ErrorCode.INVALID_FIELD,
-        )
+        if name not in ITEMSIZE:
+            raise ProtocolError(
+                f"{where}.dtype",
+                describe_untrusted(dtype),
+                f"one of {', '.join(ITEMSIZE)}",
+                code=ErrorCode.INVALID_FIELD,
+            )
         if (
             not isinstance(shape, (list, tuple))
             or not 1 <= len(shape) <= MAX_DIMENSIONS
@@ -79,13 +79,13 @@ class WireTensor:
         expected_bytes = math.prod(shape) * ITEMSIZE[name]
         ProtocolError.at_most(MAX_TENSOR_BYTES, f"{where}.shape", expected_bytes)
         received_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
-        ProtocolError.unless(
-            received_bytes == expected_bytes,
-            where,
-            f"{received_bytes} bytes",
-            f"{expected_bytes} for {name} {list(shape)}",
-            code=ErrorCode.INVALID_FIELD,
-        )
+        if received_bytes != expected_bytes:
+            raise ProtocolError(
+                where,
+                f"{received_bytes} bytes",
+                f"{expected_bytes} for {name} {list(shape)}",
+                code=ErrorCode.INVALID_FIELD,
+            )
         return WireTensor(name, tuple(shape), data)
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from gpu_side.kernels import wait_until
 from protocol.channel import Channel
-from protocol.errors import DeadlineExceededError, SettingsError
+from protocol.errors import DeadlineExceededError, SettingsError, TsqpError
 from protocol.prepared import Exchange, Payload, PreparedRequest
-from tsqp.wrapped_channel import WrappedChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,30 @@ class Link:
     def transfer_ns(self, size: int) -> int:
         """Return how long `size` bytes take to leave one end, in nanoseconds."""
         return 0 if self.gbps is None else round(size * 8 / self.gbps)
+
+
+class WrappedChannel(Channel):
+    """A `Channel` over another one, which does what a subclass leaves to it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.endpoint, self.traffic = channel.endpoint, channel.traffic
+        self._channel = channel
+
+    def wait(self, request_id: int) -> Exchange:
+        """See `Channel.wait`."""
+        return self._channel.wait(request_id)
+
+    def abandon(self, request_id: int) -> None:
+        """See `Channel.abandon`."""
+        self._channel.abandon(request_id)
+
+    def distrust(self, exchange: Exchange, error: TsqpError) -> None:
+        """See `Channel.distrust`."""
+        self._channel.distrust(exchange, error)
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._channel.close()
 
 
 class ModelledLink(WrappedChannel):

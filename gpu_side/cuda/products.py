@@ -290,10 +290,7 @@ class DeviceProducts:
 
 
 def _lies_in(slot: SlotMemory | None, tensor: torch.Tensor) -> bool:
-    if slot is None:
-        return False
-    start = tensor.data_ptr() - slot.address
-    return 0 <= start <= slot.size - tensor.nbytes
+    return slot is not None and (0 <= tensor.data_ptr() - slot.address <= slot.size - tensor.nbytes)
 
 
 class CudaKernels(TorchKernels):

@@ -257,8 +257,8 @@ class ChunkCipher:
         self.size = size
         self.chunks = -(-size // CHUNK_BYTES)
         self._header = hashlib.sha256(header).digest()
-        derived = HKDF(SHA256(), KEY_BYTES, header[len(SEALED_MAGIC) :], b"tsqp sealed file 1")
-        self._cipher = AESGCM(derived.derive(content_key))
+        kdf = HKDF(SHA256(), KEY_BYTES, header[len(SEALED_MAGIC) :], b"tsqp sealed file 1")
+        self._cipher = AESGCM(kdf.derive(content_key))
 
     def seal(self, chunk: int, plain: bytes | bytearray | memoryview) -> bytes:
         """Encrypt a chunk, once: its nonce is its index."""

@@ -5,13 +5,15 @@ in every call: a service that has fewer has lost the session, and the engine com
 sequence's tokens once more. Nothing checks what comes back but its form.
 """
 
+from __future__ import annotations
+
 import struct
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -25,11 +27,13 @@ from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Masked, as_it_is
-from tee_side.protect.masks.research import KeyedSegment
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, ChannelsAt, carry_out, turn
 from tee_side.remote.services.replicas import Replicas
+
+if TYPE_CHECKING:
+    from tee_side.protect.masks.research import KeyedSegment
 
 _NO_SESSION = bytes(SESSION_BYTES)
 _PART_WORDS = 7

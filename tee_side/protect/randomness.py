@@ -45,7 +45,7 @@ class Randomness:
     Processes: a copy in a forked child would repeat what its parent draws, and is refused with
     RuntimeError.
 
-    Raises ValueError for a key of another length, and for a negative size.
+    Raises ValueError for a key of another length.
     """
 
     def __init__(self, key: Bytes | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from protocol.integer import ring_product
+from protocol.integer import digits_below, ring_product
 from protocol.messages import (
     WHOLE,
     Columns,
@@ -102,11 +102,15 @@ def wrong_integers(
     wrong: set[int] = set()
     for (modules, part), pairs in products.items():
         rows = max(len(x) for x, _ in pairs.values())
+        # What was sent in the clear is small; of what a mask hides, all digits count.
+        most = max(float(x.double().abs().amax()) for x, _ in pairs.values())
         blocks = weight_blocks(weights, site, modules, part, integers=True)
         for columns, weight_nI in in_time(blocks, rows):
             for index in pairs.keys() - wrong:
                 x_TI, y_TO = pairs[index]
-                if not torch.equal(ring_product(x_TI, weight_nI), y_TO[:, columns]):
+                if not torch.equal(
+                    ring_product(x_TI, weight_nI, digits_below(most)), y_TO[:, columns]
+                ):
                     wrong.add(index)
             if pairs.keys() <= wrong:  # the rest says nothing more
                 break

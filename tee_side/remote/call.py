@@ -288,11 +288,21 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
         # The slow path, imported when it is first needed.
         from tee_side.remote.fault_attribution import Refused, refuse
 
-        operator, rules = plan.operator, plan.rules
-        clear, check = rules.mask is None, plan.check
-        told = Refused(operator, plan.layer, plan.channels, rules.name, clear, check, until)
-        refuse(told, requests, masked.sent, exchanges)
-        left_s = time_left(operator, until)
+        refuse(
+            Refused(
+                operator=plan.operator,
+                layer=plan.layer,
+                channels=plan.channels,
+                mask=plan.rules.name,
+                in_the_clear=plan.rules.mask is None,
+                check=plan.check,
+                until=until,
+            ),
+            requests,
+            masked.sent,
+            exchanges,
+        )
+        left_s = time_left(plan.operator, until)
 
 
 def _reveal(

@@ -1,1 +1,1 @@
-"""The server: HTTP, and what surrounds a request of it."""
+"""The server: HTTP, what surrounds a request of it, and the thread that runs steps, `LLM`'s too."""

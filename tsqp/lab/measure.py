@@ -155,7 +155,11 @@ def processes(
     listener.start()
     before, own = {*multiprocessing.active_children()}, set[BaseProcess]()
     # Classes from a user's files are found again where the files have been loaded before.
-    files = [Path(sys.modules[name].__file__ or "") for name in [*sources] if name in sys.modules]
+    files = [
+        Path(module.__file__)
+        for name, module in [*sys.modules.items()]
+        if name in sources and module.__file__
+    ]
     first = (os.getpid(), files, writer, context.Lock(), pickle.dumps((begin, given)))
 
     def submit(function: Callable[..., Any], *arguments: Any) -> Future[Any]:

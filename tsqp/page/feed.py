@@ -37,8 +37,8 @@ from tee_side.engine.generation import PadTotals, Totals
 from tee_side.model.batch import kv_bytes
 from tee_side.runner import Runner
 from tee_side.words import LIGHT_OPERATORS
+from tsqp.link import WrappedChannel
 from tsqp.page.seen import ReceivedTensors, Seen, VocabularyMatcher, describe_request, summarise
-from tsqp.wrapped_channel import WrappedChannel
 
 HEAD_BYTES = 64
 MAX_PAGES = 8  # whose last answer is kept

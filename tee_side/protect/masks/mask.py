@@ -90,7 +90,7 @@ class Factors:
 
 
 class Mask(BaseModel, frozen=True, extra="forbid"):
-    """Base of all masks; subclass one of the kinds below.
+    """Base of all masks; subclass one of the kinds, which are below and in `masks.research`.
 
     Required class attributes:
       name         how policies name it
@@ -127,6 +127,9 @@ class Mask(BaseModel, frozen=True, extra="forbid"):
         required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
         missing = [attribute for attribute in required if not hasattr(cls, attribute)]
         where = f"mask {cls.__name__}"
+        MaskError.unless(
+            "kind" not in cls.__dict__, where, "a kind of its own", "a base class, which has one"
+        )
         missing = [*missing, *sorted(cls.__abstractmethods__)]
         expected = "what every mask of its kind has to say and do"
         MaskError.unless(not missing, where, f"no {', '.join(missing)}", expected)
@@ -305,6 +308,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of this mo
     def __getattr__(name: str) -> object:
         moved = (
             "RowMask MaskedProduct FeatureMask FeatureSite KeyedTransform SegmentMask KeyedSegment"
+            " ProvisionedMask TransformKey"
         )
         if name in moved.split():
             raise ImportError(f"{name} is in tee_side.protect.masks.research")

@@ -16,7 +16,7 @@ Load: TypeAlias = Literal["idle", "steps"]
 TellLoad: TypeAlias = Callable[[Load], None]
 
 # A run that finds none left waits for the batch in work.
-BATCH_TOKENS = 32
+BACKGROUND_BATCH_TOKENS = 32
 # Of the thread, and of those that its kernels start: where all cores are taken, steps go first. Not
 # by more: a run may wait for it, and for the interpreter's lock that it has. As a thread for idle
 # cores it cost 64 streams 5 % less, and held a run up for as long as others took its core.
@@ -133,6 +133,6 @@ def missing(store: PadStore, kept: int, load: Load) -> int:
     run: made later, they would be made between two tokens.
     """
     wanted = min(store.room, (kept if load == "idle" else kept // 2) - store.available)
-    if load != "idle" and wanted < BATCH_TOKENS:
+    if load != "idle" and wanted < BACKGROUND_BATCH_TOKENS:
         return 0
-    return min(wanted, BATCH_TOKENS)
+    return min(wanted, BACKGROUND_BATCH_TOKENS)

@@ -175,6 +175,8 @@ class BankFile(PadStore):
             place.bank: head,
             place.index: State(0, 0, 0).encode(keys),
         }
+        for file in contents:
+            PadBankError.unless(not os.path.lexists(file), str(file), "an existing file", "none")
         with refusing(place.bank):
             free = free_bytes(place.bank)
         PadBankError.unless(

@@ -49,12 +49,12 @@ _ROWS_READ_AHEAD = 8
 MANY_ROWS = 64
 
 # Returns a site's weight [O, I]: int8 for products in the ring, float32 for masks over floats.
-Weights: TypeAlias = Callable[[SiteShape], torch.Tensor]
+ReadWeight: TypeAlias = Callable[[SiteShape], torch.Tensor]
 
 
 def fill_pads(
     mask: AdditiveMask,
-    weights: Weights,
+    weights: ReadWeight,
     store: PadStore,
     tokens: int,
     on_site: Callable[[int], object] | None = None,
@@ -99,7 +99,7 @@ def read_weights(
     check: Callable[[Site, QuantizedLinear], None] | None = None,
     *,
     held: Mapping[Site, QuantizedLinear] | None = None,
-) -> Weights:
+) -> ReadWeight:
     """Return a source that reads a weight from the model directory each time it is asked.
 
     `check`: called with a site's quantised weights when they are first read, raises where they are

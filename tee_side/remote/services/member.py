@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from protocol.channel import Channel, ChannelWrapper, PendingChannel
@@ -187,10 +187,12 @@ class Member:
     error: TsqpError | None = None
     quarantined: TsqpError | None = None
     # What it said of itself in the last handshake, for people.
-    reply: InitReply | None = None
+    reply: InitReply | None = field(default=None, repr=False)
     # A connection on which Init was asked, until when its answer is waited for, and its nonce.
-    _handshake: tuple[PendingChannel, int, float, bytes] | None = None
-    _next_attempt: float = 0.0
+    _handshake: tuple[PendingChannel, int, float, bytes] | None = field(
+        default=None, init=False, repr=False
+    )
+    _next_attempt: float = field(default=0.0, init=False)
 
     def try_connect(self, until: float) -> bool:
         """Try to connect and to pass the handshake, until then; True once that is done.

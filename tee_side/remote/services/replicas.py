@@ -290,7 +290,7 @@ class Failover:
         trouble = _trouble(in_flight, member)
         trouble.error = error
         code = error.code if isinstance(error, ServiceError) else None
-        if code is ErrorCode.UNKNOWN_SESSION:
+        if code is ErrorCode.UNKNOWN_SESSION and in_flight.prepared.method == SegmentRequest.method:
             message = in_flight.prepared.request(in_flight.payload)
             if isinstance(message, SegmentRequest) and message.goes_on:
                 raise error  # no other service has the session either

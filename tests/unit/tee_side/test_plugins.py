@@ -148,6 +148,13 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_path(
         ),
         (HALF.replace("True", "'no'"), "", ": mask Half: got no mask"),
         (f"{ONE}    uniform = True\n", "", ": mask One: got uniform = True and broken = True"),
+        # It says how the class is called, so its base says it.
+        (f"{ONE}    kind = 'additive'\n", "", ": mask One: got a kind of its own"),
+        (
+            "from tee_side.protect.masks.mask import RowMask",
+            "",
+            ": got ImportError: RowMask is in tee_side.protect.masks.research, expected a file",
+        ),
     ],
 )
 def test_a_mask_file_without_one_good_mask_is_refused(

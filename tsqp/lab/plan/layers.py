@@ -54,7 +54,7 @@ from tsqp.lab.plan.costs import (
     Step,
     Stretch,
 )
-from tsqp.wrapped_channel import WrappedChannel
+from tsqp.link import WrappedChannel
 
 _WARM_UP = 2
 _PROMPTS = 5

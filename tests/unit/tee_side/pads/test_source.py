@@ -17,7 +17,12 @@ from protocol.model.weights import QuantizedLinear, load_quantized
 from tee_side.assembly import Assembly
 from tee_side.protect.masks.mask import Factors, Pad
 from tee_side.protect.pads import source
-from tee_side.protect.pads.background_maker import BATCH_TOKENS, BackgroundMaker, Load, missing
+from tee_side.protect.pads.background_maker import (
+    BACKGROUND_BATCH_TOKENS,
+    BackgroundMaker,
+    Load,
+    missing,
+)
 from tee_side.protect.pads.source import MANY_ROWS, PadLane, Pads, WhenOut, fill_pads
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
@@ -214,7 +219,7 @@ def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
 
 
 def test_beside_steps_half_is_kept_ready_and_made_in_large_products() -> None:
-    ahead, batch = 4 * BATCH_TOKENS, BATCH_TOKENS
+    ahead, batch = 4 * BACKGROUND_BATCH_TOKENS, BACKGROUND_BATCH_TOKENS
     pads, store, _ = _pads(ahead, "fail", ahead)
     lane = PadLane(pads)
     for ready, wanted in (
