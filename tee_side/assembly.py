@@ -271,7 +271,7 @@ class Assembly:
         observer = None if observers is None else observers(index)
         settings = CallSettings(channels_at, timeout_s, observer if only is None else None)
         policy, config = self._parts.policy, self._parts.config
-        local, integers = self._local, self._integers
+        loaded, integers = self._local, self._integers
         # Two micro-batches never draw from one stretch of pads.
         pads = {mask: PadLane(found) for mask, found in self.pads.items()}
 
@@ -306,7 +306,7 @@ class Assembly:
             )
 
         def stays(operator: Operator, layer: int | None) -> Product:
-            function = local.get(
+            function = loaded.get(
                 (layer, operator), self._head if operator == "lm_head" else not_here
             )
             told = observer if only is None or operator in only else None

@@ -47,6 +47,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # What the TEE spends time on for one operator. `tee`: computing it, or scaling and rounding around
 # a product that is computed elsewhere; `verify`: checking what came back, its form and its numbers.
+# Under a pad rounding is part of `mask`, and checking the numbers and scaling back of `unmask`.
 TeeStage = Literal["tee", "mask", "verify", "unmask"]
 
 # One linear operator of one layer, or the LM head, which is counted to the last layer.

@@ -276,13 +276,13 @@ class MicroBatchOperators:
 def place(
     policy: Policy,
     layers: int,
-    local: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
-    remote: Callable[[Operator, int, Phase], Callable[..., Any]],
+    stays: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
+    leaves: Callable[[Operator, int, Phase], Callable[..., Any]],
     segments: Sequence[tuple[Segment, Callable[[Segment], RemoteSegment]]] = (),
 ) -> Tables:
     """Build the tables of prefill and decode, with pads and without, one for rows that run alike.
 
-    `local`: returns how an operator of a layer, or of none, is called where it stays; `remote`:
+    `stays`: returns how an operator of a layer, or of none, is called where it stays; `leaves`:
     where it leaves; `segments`: each all at one service, and what returns how it is called. The
     service of layer 0 has the embedding, that of the last layer the LM head.
     """
@@ -297,7 +297,7 @@ def place(
             calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
             calls_at[one.first] = called(one._replace(head=one.head and not withheld))
         # Rows for which the TEE computes much, while others' are under way.
-        stays = yielding if withheld or (phase == "prefill" and policy.splits_phases) else staying
+        wrap = yielding if withheld or (phase == "prefill" and policy.splits_phases) else staying
 
         def call(operator: Operator, layer: int) -> Call:
             alone = operator in LAYERLESS
@@ -305,18 +305,18 @@ def place(
                 return staying(not_here)
             if operator == "lm_head" and head:
                 # For what the TEE reads of a prompt: of the rest it is the segment's.
-                return staying(local(operator, None))
+                return staying(stays(operator, None))
             placed = policy.at(operator, 0 if alone else layer, phase)
             padded = isinstance(placed.mask, AdditiveMask)
             if placed.leaves and not (padded and withheld):
                 drawn.update([placed.mask] if padded and placed.mask else [])
-                return remote(operator, layer, phase)
-            return stays(local(operator, None if alone else layer))
+                return leaves(operator, layer, phase)
+            return wrap(stays(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
             places = {policy.at(name, layer, phase).place for name in PRODUCTS}
             stay = layer in calls_at or places == {"tee"}
-            return None if stay else remote("attn_scores", layer, phase)
+            return None if stay else leaves("attn_scores", layer, phase)
 
         calls: dict[str, Any] = {
             name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES

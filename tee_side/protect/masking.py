@@ -136,7 +136,8 @@ class MaskRules:
 class Padded(NamedTuple):
     """One input under its pad. `sent`: what crosses; `encoded`: the plain integers.
 
-    `scale_T`: of the rows; None for the site's one step.
+    `u_TO`: r W, to take away; `scale_T`: of the rows, None for the site's one step; `expected_Tk`:
+    what the check of the product must give, None without a check.
     """
 
     of: PaddedSite
