@@ -16,7 +16,7 @@ import torch
 from benchmarks.harness import Fields, Found, Options, Place, main, say
 from tee_side.policy.placement import load_policy
 from tsqp.lab.bench.job import BenchSettings, Plan
-from tsqp.lab.bench.model import Case, PolicyRun
+from tsqp.lab.bench.results import Case, PolicyRun
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import Shape, find_shape
 from tsqp.lab.bench.summary import ATTENTION, fit_exponent, sum_stages

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from tsqp.lab.bench.model import Report as BenchReport
+from tsqp.lab.bench.results import Report as BenchReport
+from tsqp.lab.leak.grids import curve_grid, facts, summary_grid
 from tsqp.lab.leak.laboratory import cost_in, read_recorded
 from tsqp.lab.leak.model import LeakReport
 from tsqp.lab.leak.page import cost_against_leakage, curve, panels, svg
-from tsqp.lab.leak.tables import curve_grid, facts, summary_grid
 from tsqp.lab.report import Grid
 
 # Of the other section tokens are random, and there is nothing to see.

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from benchmarks.record import RECORDINGS, RESULTS
-from tsqp.lab.bench.model import Baseline, Case, PolicyRun, Report
+from tsqp.lab.bench.results import Baseline, Case, PolicyRun, Report
 from tsqp.lab.bench.summary import case_name, dominant, find_case, sustained_ms, tokens_per_step
 from tsqp.lab.report import figures, percent, size
 

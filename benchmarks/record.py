@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, TsqpError
-from tsqp.lab.bench.model import Report
+from tsqp.lab.bench.results import Report
 from tsqp.lab.bench.summary import by_operator
 from tsqp.lab.measure import describe_machine
 from tsqp.processes import ProcessError, program

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness import Fields, Found, Options, Place, main, noted
 from tee_side.policy.placement import load_policy
-from tsqp.lab.bench.model import Report
+from tsqp.lab.bench.results import Report
 
 RTT_US = 20_000
 ONE_BY_ONE = "attention-in-tee"

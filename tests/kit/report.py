@@ -4,7 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tsqp.lab.bench.model import Case, Report
+from tsqp.lab.bench.results import Case, Report
 
 _RECORDED = Path(__file__).parents[2] / "benchmarks/results/bench_null_unix.json"
 

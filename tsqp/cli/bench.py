@@ -24,7 +24,7 @@ from tsqp.run.settings import DEFAULT_POLICY, model_directory
 from tsqp.tables import open_console
 
 if TYPE_CHECKING:
-    from tsqp.lab.bench.model import Report
+    from tsqp.lab.bench.results import Report
     from tsqp.link import Link
 
 

@@ -190,8 +190,8 @@ def leak(
     an attack that does not work where it must is no evidence, and says so.
     """
     with needing("tsqp leak", "the extra bench: pip install '.[bench]'"):
+        from tsqp.lab.leak.grids import above
         from tsqp.lab.leak.page import cost_against_leakage, panels, render_html, show, svg
-        from tsqp.lab.leak.tables import above
         from tsqp.lab.report import check_installed
         from tsqp.tables import open_console
 

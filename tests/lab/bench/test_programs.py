@@ -10,8 +10,8 @@ from tee_side.policy.placement import load_policy
 from tee_side.words import PROJECTIONS
 from tests.kit.model import make_model, token_ids
 from tests.kit.service import run, running_service
-from tsqp.lab.bench.model import PolicyRun, Report
 from tsqp.lab.bench.published_client import PublishedModel
+from tsqp.lab.bench.results import PolicyRun, Report
 from tsqp.lab.explain.explanation import explain
 from tsqp.run.settings import model_directory
 

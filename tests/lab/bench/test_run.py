@@ -23,8 +23,8 @@ from tests.kit.rows import each_row
 from tsqp.cli.main import command
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import BenchSettings, Plan
-from tsqp.lab.bench.model import Finished, Span, Timeline
 from tsqp.lab.bench.plots import perfetto_json
+from tsqp.lab.bench.results import Finished, Span, Timeline
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shown import render_html, show
 from tsqp.lab.bench.summary import by_operator, case_stages, sustained_ms

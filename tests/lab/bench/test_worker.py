@@ -26,7 +26,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
 from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, tee_parts
-from tsqp.lab.bench.model import Case, Finished, Stages
+from tsqp.lab.bench.results import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import Collector
 

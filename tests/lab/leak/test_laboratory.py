@@ -26,9 +26,9 @@ from tsqp.lab.leak.attack_runner import AttackRunner, LeakProgress, LeakSettings
 from tsqp.lab.leak.attacks.first_layer import CacheAtRest
 from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
+from tsqp.lab.leak.grids import above
 from tsqp.lab.leak.laboratory import Laboratory, agreement
 from tsqp.lab.leak.model import LeakReport, Rate, needed
-from tsqp.lab.leak.tables import above
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))

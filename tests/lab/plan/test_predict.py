@@ -16,7 +16,7 @@ from tee_side.words import OPERATORS
 from tests.kit.leaks import policy_with
 from tests.kit.model import Models
 from tsqp.cli.main import command
-from tsqp.lab.bench.model import PadMaking, PingPong
+from tsqp.lab.bench.results import PadMaking, PingPong
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.explain.explanation import explain
 from tsqp.lab.plan import planning

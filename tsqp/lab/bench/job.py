@@ -24,7 +24,7 @@ from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import PHASES, Phase
-from tsqp.lab.bench.model import Case, Document, Finished, RequestTimes, Timeline
+from tsqp.lab.bench.results import Case, Document, Finished, RequestTimes, Timeline
 from tsqp.link import Link
 from tsqp.run.bank import pad_layouts
 

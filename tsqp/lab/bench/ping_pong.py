@@ -10,7 +10,7 @@ with nothing above the slots. For `tcp`, a plain socket, there is only that. Bot
 processes of their own. The two alternate in short blocks, so that what else the machine does meets
 both, and the first round trips of each block do not count.
 
-Prints a list of `tsqp.lab.bench.model.PingPong` as JSON.
+Prints a list of `tsqp.lab.bench.results.PingPong` as JSON.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from protocol.shared_memory import ATTACH, WAKE_UP, Lane, create
 from protocol.stream_wire import frames_in
 from protocol.tensors import Buffer, from_torch, short_name
 from protocol.transport import open_channel
-from tsqp.lab.bench.model import PingPong
 from tsqp.lab.bench.prepare import write_random_model
+from tsqp.lab.bench.results import PingPong
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import (
     elapsed_us,

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from tee_side.words import LAYERLESS, PHASES, Phase
-from tsqp.lab.bench.model import STAGES, Case, PolicyRun, Report, Span, Timeline
+from tsqp.lab.bench.results import STAGES, Case, PolicyRun, Report, Span, Timeline
 from tsqp.lab.bench.summary import (
     REST_MEANING,
     REST_NAME,

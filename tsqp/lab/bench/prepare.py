@@ -42,7 +42,7 @@ from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
 from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.bench.job import Measuring, pad_phases
-from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
 from tsqp.processes import start_service

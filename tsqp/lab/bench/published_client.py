@@ -9,11 +9,11 @@ whole sequence again. No fused modules, and no causal mask. Written by us from t
 cheaper choice where the schema leaves one: the LM head sees the last token only, and tensors are
 copied only where msgpack does it.
 
-Prints a list of `tsqp.lab.bench.model.Baseline` as JSON. `--tokens`: one forward pass over so many
-tokens, `--repeats` times unless that takes longer than `--case-s`. `--new-tokens`: as many tokens
-after the longest of those prompts; `--sampled` of these passes are run, evenly spaced in length,
-and those between are interpolated, as each pass costs what its length costs. Sizes come from Init,
-the vocabulary's from the LM head's reply.
+Prints a list of `tsqp.lab.bench.results.Baseline` as JSON. `--tokens`: one forward pass over so
+many tokens, `--repeats` times unless that takes longer than `--case-s`. `--new-tokens`: as many
+tokens after the longest of those prompts; `--sampled` of these passes are run, evenly spaced in
+length, and those between are interpolated, as each pass costs what its length costs. Sizes come
+from Init, the vocabulary's from the LM head's reply.
 """
 
 import math
@@ -36,7 +36,7 @@ from protocol.errors import (
     ServiceError,
 )
 from protocol.prepared import Traffic
-from tsqp.lab.bench.model import Against, Baseline, Spread
+from tsqp.lab.bench.results import Against, Baseline, Spread
 from tsqp.lab.measure import elapsed_us, random_ids, rounds, script, write_results
 
 _ONE_THREAD_ROWS = 16

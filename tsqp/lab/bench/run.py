@@ -33,7 +33,8 @@ from tsqp.lab.bench.job import (
     needs_linear,
     pad_phases,
 )
-from tsqp.lab.bench.model import (
+from tsqp.lab.bench.ping_pong import ping_pong
+from tsqp.lab.bench.results import (
     Baseline,
     Case,
     Finished,
@@ -43,7 +44,6 @@ from tsqp.lab.bench.model import (
     Setup,
     Timeline,
 )
-from tsqp.lab.bench.ping_pong import ping_pong
 from tsqp.lab.bench.shapes import shape_of
 from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tee_side.words import PHASES
-from tsqp.lab.bench.model import (
+from tsqp.lab.bench.plots import plots, timelines
+from tsqp.lab.bench.results import (
     STAGES,
     Case,
     OperatorCost,
@@ -21,7 +22,6 @@ from tsqp.lab.bench.model import (
     RequestTimes,
     Stages,
 )
-from tsqp.lab.bench.plots import plots, timelines
 from tsqp.lab.bench.summary import (
     REST_MEANING,
     REST_NAME,

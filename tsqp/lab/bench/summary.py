@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tee_side.words import OPERATORS, PHASES, Phase
-from tsqp.lab.bench.model import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
+from tsqp.lab.bench.results import STAGES, Baseline, Case, OperatorCost, PolicyRun, Report, Stages
 from tsqp.lab.report import duration, figures, percent
 
 STAGE_NAMES: dict[str, str] = {name: name.removesuffix("_us") for name in STAGES} | {

@@ -4,7 +4,7 @@
         [--tokens 128,512] [--context 128,512] [--new-tokens 32] [--repeats 5] [--case-s 10]
         [--attention sdpa] [--json FILE]
 
-MODEL: a directory with all weights. Prints a list of `tsqp.lab.bench.model.Baseline` as JSON:
+MODEL: a directory with all weights. Prints a list of `tsqp.lab.bench.results.Baseline` as JSON:
 prefill of each of `--tokens`, and one decode step, as the median of `--new-tokens` steps, after
 each of `--context` (default: the shortest of these prompts). Only the last token's logits are
 computed.
@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from protocol.tensors import torch_dtype
-from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.bench.results import Baseline, Spread
 from tsqp.lab.measure import elapsed_us, random_ids, rounds, script, write_results
 
 

@@ -5,7 +5,7 @@
 
 What a token costs where the GPU side may see everything. MODEL: a directory, of which only
 config.json is read; weights are random. On CUDA a step is one graph, replayed; elsewhere, for
-tests, it is run as it is. Prints a list of `tsqp.lab.bench.model.Baseline` as JSON.
+tests, it is run as it is. Prints a list of `tsqp.lab.bench.results.Baseline` as JSON.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, Rope, bound, forward, staying
 from protocol.model.weights import LayerNorms
-from tsqp.lab.bench.model import Baseline, Spread
+from tsqp.lab.bench.results import Baseline, Spread
 from tsqp.lab.measure import elapsed_us, script, write_results
 
 DTYPE = torch.bfloat16

@@ -28,7 +28,8 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place
 from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, vocabulary_bytes
-from tsqp.lab.bench.model import (
+from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.results import (
     STAGES,
     Case,
     Finished,
@@ -39,7 +40,6 @@ from tsqp.lab.bench.model import (
     Stages,
     Timeline,
 )
-from tsqp.lab.bench.prepare import pad_making
 from tsqp.lab.measure import cpu_ns, elapsed_us, peak_bytes, random_ids, rounds
 
 Step: TypeAlias = Callable[[], object]

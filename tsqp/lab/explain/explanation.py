@@ -34,7 +34,7 @@ from tee_side.words import (
     is_linear,
 )
 from tsqp.lab.bench.job import pad_phases
-from tsqp.lab.bench.model import Document
+from tsqp.lab.bench.results import Document
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_masks import noise_of
 from tsqp.run.bank import pad_layouts

@@ -53,7 +53,7 @@ from tee_side.words import (
     is_linear,
     is_projection,
 )
-from tsqp.lab.bench.model import Document
+from tsqp.lab.bench.results import Document
 from tsqp.lab.research.feature_key import GAINS, site_transform
 from tsqp.lab.research.operators import product_call, rows_call
 

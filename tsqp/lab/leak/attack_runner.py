@@ -21,7 +21,7 @@ from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.words import PHASES
 from tsqp.catalogue import PolicyEntry
 from tsqp.lab.bench import prepare
-from tsqp.lab.bench.model import Report as BenchReport
+from tsqp.lab.bench.results import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Where, Work, place_name
 from tsqp.lab.leak.model import (
     Adversary,

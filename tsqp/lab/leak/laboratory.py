@@ -23,8 +23,8 @@ from tee_side.protect.masks.mask import is_path
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
 from tsqp.calibrate import default_text
 from tsqp.lab.bench.job import BenchSettings, Plan
-from tsqp.lab.bench.model import Report as BenchReport
 from tsqp.lab.bench.prepare import write_random_model
+from tsqp.lab.bench.results import Report as BenchReport
 from tsqp.lab.bench.run import Bench
 from tsqp.lab.bench.shapes import find_shape, require_one
 from tsqp.lab.leak.attack_runner import (

@@ -20,8 +20,7 @@ from rich.table import Column, Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
-from tsqp.lab.leak.tables import (
+from tsqp.lab.leak.grids import (
     curve_grid,
     details_of,
     facts,
@@ -32,6 +31,7 @@ from tsqp.lab.leak.tables import (
     verdict,
     warnings,
 )
+from tsqp.lab.leak.model import Curve, LeakReport, PolicyLeak, Rate
 from tsqp.lab.report import Picture, drawing, page, picture, terminal
 from tsqp.tables import definitions
 

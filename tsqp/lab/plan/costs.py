@@ -35,8 +35,8 @@ from protocol.model.weights import CPU
 from protocol.validation import validate_file
 from tee_side.policy.placement import Policy
 from tsqp.lab.bench.job import Measuring
-from tsqp.lab.bench.model import Document, PadMaking, PingPong
 from tsqp.lab.bench.ping_pong import ping_pong
+from tsqp.lab.bench.results import Document, PadMaking, PingPong
 from tsqp.link import Link
 
 # The names that `--transport` has, and those of the ping-pong.

@@ -40,8 +40,8 @@ from tee_side.model.operators import MicroBatchOperators, load_tee_model
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tsqp.lab.bench.job import pad_phases
-from tsqp.lab.bench.model import OperatorCost
 from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.results import OperatorCost
 from tsqp.lab.bench.worker import Collector
 from tsqp.lab.measure import random_ids, rounds
 from tsqp.lab.plan.costs import (

@@ -30,7 +30,7 @@ from tsqp.lab.bench.job import (
     needs_linear,
     tee_parts,
 )
-from tsqp.lab.bench.model import PadMaking
+from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape, shape_of
 from tsqp.lab.measure import describe_machine, in_fresh_process
 from tsqp.lab.plan.costs import (
