@@ -17,6 +17,7 @@ import msgpack
 import torch
 
 from gpu_side.encoding import encode_reply
+from protocol.encoding import REPLY
 from protocol.errors import (
     DeadlineExceededError,
     EndpointError,
@@ -64,6 +65,10 @@ class Memory:
     had: Counter[str] = field(default_factory=Counter)
 
 
+# More than any session here makes.
+_REQUESTS = 4096
+
+
 @dataclass
 class Occasion:
     """One request, and the right reply to it. `compute`: answers any other request."""
@@ -106,6 +111,17 @@ class Occasion:
         place, changed = self.chance.randrange(8 * len(frame)), bytearray(frame)
         changed[place // 8] ^= 1 << place % 8
         return bytes(changed)
+
+    def flipped_header(self, header: bytes) -> bytes:
+        """Flip a bit, but give it no earlier id: that is "replayed", which is silent."""
+        changed = self.flipped(header)
+        while (split := REPLY.split(changed)) and self.is_earlier(split[0][0]):
+            changed = self.flipped(header)
+        return changed
+
+    def is_earlier(self, request_id: int) -> bool:
+        """Say whether this may be an earlier request of the session; its first id is random."""
+        return 0 < self.request_id - request_id < _REQUESTS
 
 
 @dataclass(frozen=True)
@@ -229,8 +245,9 @@ def _wrong_method(o: Occasion) -> list[Frames]:
 
 
 def _wrong_id(o: Occasion) -> list[Frames]:
-    near = o.request_id + 1, o.request_id ^ (1 << o.chance.randrange(62))
-    return [o.encoded(request_id=o.pick(0, *near, o.chance.randrange(1, 2**63)))]
+    near = [o.request_id + 1, o.request_id ^ (1 << o.chance.randrange(62))]
+    wrong = [0, *near, o.chance.randrange(1, 2**63)]
+    return [o.encoded(request_id=o.pick(*(one for one in wrong if not o.is_earlier(one))))]
 
 
 def _missing_field(fields: Fields, tensor: Fields, o: Occasion) -> None:
@@ -257,7 +274,7 @@ _FINAL = tuple(code for code in ErrorCode if not code.retryable)
 _WRONG, _FORM = (VerificationError,), (ReplyError,)
 # What is wrong of it depends on chance, or on which session asks.
 _EITHER = (ReplyError, VerificationError)
-# One wrong bit of an id may make it that of an earlier request, which is not waited for any more.
+# A wrong id may be that of another request under way, which leaves its own without a reply.
 _ID = (ProtocolError, DeadlineExceededError)
 
 REORDERED = Lie("reordered", _swapped, _EITHER, silent=True, harmless=True)
@@ -266,7 +283,10 @@ WIRE_LIES = (
     Lie("truncated header", _frame(0, Occasion.cut)),
     Lie("truncated tensor", _frame(-1, Occasion.cut)),
     Lie(
-        "bit flipped in the header", _frame(0, Occasion.flipped), (*_ID, ReplyError), harmless=True
+        "bit flipped in the header",
+        _frame(0, Occasion.flipped_header),
+        (*_ID, ReplyError),
+        harmless=True,
     ),
     Lie("bit flipped in the tensor", _frame(-1, Occasion.flipped), _WRONG),
     Lie("replayed", _replayed, (), silent=True),
