@@ -77,7 +77,8 @@ class WireTensor:
                 where, type(data).__name__, "raw bytes", code=ErrorCode.INVALID_FIELD
             )
         expected_bytes = math.prod(shape) * ITEMSIZE[name]
-        ProtocolError.at_most(MAX_TENSOR_BYTES, f"{where}.shape", expected_bytes)
+        if expected_bytes > MAX_TENSOR_BYTES:
+            ProtocolError.at_most(MAX_TENSOR_BYTES, f"{where}.shape", expected_bytes)
         received_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if received_bytes != expected_bytes:
             raise ProtocolError(

@@ -74,11 +74,7 @@ from tee_side.words import Operator, Phase, Site, Verify, is_projection, registe
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
-    from tee_side.protect.masks.research import (
-        KeyedSegment,
-        KeyedTransform,
-        TransformKey,
-    )
+    from tee_side.protect.masks.research import KeyedSegment, KeyedTransform, TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
 
 # Banks, segments, keyed masks and what packages register are imported where a policy or an option

@@ -111,8 +111,10 @@ def engine_settings(settings: RunSettings) -> EngineSettings:
     """Return the bounds that settings of every run give an engine."""
     from tee_side.engine.engine import EngineSettings
 
-    most = None if settings.max_kv_mib is None else settings.max_kv_mib * MIB
-    return EngineSettings(step_tokens=settings.step_tokens, max_kv_bytes=most)
+    return EngineSettings(
+        step_tokens=settings.step_tokens,
+        max_kv_bytes=None if settings.max_kv_mib is None else settings.max_kv_mib * MIB,
+    )
 
 
 def open_runner(
