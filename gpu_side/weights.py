@@ -14,7 +14,6 @@ may differ by head, and RoPE's pairs may stand in another order in each key/valu
 heads.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,6 @@ from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
     Checkpoint,
-    TensorFile,
     light_tensors,
     linear_digest,
     linear_tensors,
@@ -49,7 +47,7 @@ from protocol.model.checkpoint import (
     norm_names,
 )
 from protocol.model.config import ModelConfig, read_config
-from protocol.model.files import is_there, read_json
+from protocol.model.files import read_json
 from protocol.model.weights import (
     FusedLinear,
     LayerNorms,
@@ -255,33 +253,14 @@ def read_served_model(
         model_digest=(
             model_digest(config, checkpoint) if provision is None else provision.provision_id
         ),
-        # What a null device says of a directory without linear weights, unless a calibration in it
-        # says which weights it was made of, is no digest of anything.
-        linear_digest=linear or _calibrated_digest(directory) or "0" * 64,
+        # What a null device says of a directory without linear weights is no digest of anything.
+        linear_digest=linear or "0" * 64,
         provision=provision,
         arithmetic=tuple(kind for kind in BOTH if kind in arithmetic),
         norms=_read_norms(config, checkpoint) if provision is None else {},
         layers=layers,
         columns=columns,
     )
-
-
-def _calibrated_digest(directory: Path) -> str | None:
-    """Return the digest of the linear weights that the directory's calibration was made of.
-
-    A runner without linear weights of its own expects the service to have those.
-    """
-    path = directory / "calibration.safetensors"
-    if not is_there(path):
-        return None
-    digest = TensorFile(path).header.metadata.get("linear_digest", "")
-    ModelError.unless(
-        re.fullmatch("[0-9a-f]{64}", digest),
-        f"{path}: linear_digest",
-        describe(digest) if digest else "nothing",
-        "64 hexadecimal digits",
-    )
-    return digest
 
 
 def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

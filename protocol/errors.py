@@ -7,7 +7,6 @@
     │   ├── PolicyError     placement policy
     │   ├── PromptError     prompt text or token ids
     │   ├── PadBankError    bank, key or state file of pads
-    │   ├── CalibrationError    file of activation scales
     │   ├── FeatureKeyError     key of a feature mask
     │   ├── ManifestError       manifest of a model directory
     │   ├── SealError           sealed model directory
@@ -29,7 +28,7 @@
     ├── ModelMismatchError      the service holds another model than the TEE's own directory
     ├── KernelError             this processor's int8 products are not exact
     ├── MaskError               a mask that cannot be applied or undone
-    ├── ActivationRangeError    an activation beyond what the ring can hold
+    ├── ActivationRangeError    activations that are not finite
     └── PadsExhaustedError      no pad is left                             (retry helps)
 
 The message always reads *where: got X, expected Y*. Only codes cross the wire, never a message.
@@ -170,10 +169,6 @@ class PadBankError(InputError):
     """A pad bank, its key or its state: missing, damaged, tampered, in use, of another model."""
 
 
-class CalibrationError(InputError):
-    """A file of activation scales that is missing, malformed or of another model."""
-
-
 class FeatureKeyError(InputError):
     """The key of a feature mask that is missing, malformed or of another model."""
 
@@ -291,7 +286,7 @@ class MaskError(TsqpError):
 
 
 class ActivationRangeError(TsqpError):
-    """An activation beyond what the ring can hold: the product could wrap."""
+    """A row of activations that is not finite: no integers stand for it."""
 
 
 class PadsExhaustedError(_RetryableError):

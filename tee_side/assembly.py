@@ -1,7 +1,7 @@
 """From a policy to the operators that the forward pass calls, with all that its masks need.
 
 The order is that of mistakes that show early: the policy against the model, files of the TEE's own
-(calibration, key, pad bank), and only then the services.
+(key, pad bank), and only then the services.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Call
-from protocol.model.weights import CPU, QuantizedLinear, load_head_scale
+from protocol.model.weights import CPU, QuantizedLinear
 from tee_side.model.operators import (
     LocalOperators,
     MicroBatchOperators,
@@ -37,20 +37,17 @@ from tee_side.model.operators import (
 )
 from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
-from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
 from tee_side.protect.masks.mask import AdditiveMask, Mask, Pad
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
-    DynamicSite,
     FloatSite,
     IntegerSites,
     LinearSite,
     PadLayout,
     Weights,
-    largest_input,
     load_biases,
     site_number,
     tensors_of,
@@ -59,7 +56,6 @@ from tee_side.protect.verification import (
     UNVERIFIED,
     LinearCheck,
     SiteSecrets,
-    check_verifiable,
     find_checks,
 )
 from tee_side.remote.call import (
@@ -92,11 +88,10 @@ _check_own_kernels = cache(check_kernels)
 class MaskSettings:
     """What masks need beside the policy.
 
-    `calibration`: None for the file beside the model; `key`: what `tsqp provision` wrote; `bank`:
-    pads on disk, None to make them in memory as the run goes.
+    `key`: what `tsqp provision` wrote; `bank`: pads on disk, None to make them in memory as the run
+    goes.
     """
 
-    calibration: Path | None = None
     key: Path | None = None
     bank: BankPlace | None = None
     when_out: WhenOut = "wait"
@@ -105,7 +100,7 @@ class MaskSettings:
 class Assembly:
     """A policy made ready for one model, before any service is asked; close it after use.
 
-    Raises PolicyError, ModelError, CalibrationError, FeatureKeyError, PadBankError, SettingsError.
+    Raises PolicyError, ModelError, FeatureKeyError, PadBankError, SettingsError.
     """
 
     def __init__(
@@ -134,15 +129,21 @@ class Assembly:
         missed = chain(*padded.values()) if settings.when_out == "tee" else ()
         self._sites_here = list(dict.fromkeys([*policy.sites_here(layers), *missed]))
         self._verified = policy.sites(layers, lambda placed: placed.verify != "none")
-        check_verifiable(policy.name, self._verified, config, checkpoint)
         if self._verified:
             self._checks_class = find_checks(policy.name, policy.served_arithmetic)
         # What is no linear operator, nor part of a segment.
         inside = ["segment", *["lm_head"] * any(one.head for one in policy.segments(layers))]
         others = [o for o, _ in policy.leaving() if o not in (*policy.projections, *inside)]
         self._registered_classes = find_registered(policy.name, others)
-        _check_settings(settings, padded, self._parts)
-        checkpoint.require(light_tensors(config) | tensors_of(self._sites_here, config))
+        _check_settings(settings, policy, padded.keys())
+        # What the TEE computes, makes pads from or verifies; and integers are scaled back by the
+        # weights' scales, wherever they are computed.
+        known = (
+            policy.sites(layers, lambda _: True)
+            if policy.arithmetic == "int8"
+            else [*self._sites_here, *self._verified, *chain(*padded.values())]
+        )
+        checkpoint.require(light_tensors(config) | tensors_of(known, config))
         checkpoint.refuse_extra(config)
         self.key: TransformKey | None = None
         self._transforms: Mapping[Site, KeyedTransform] | None = None
@@ -169,20 +170,7 @@ class Assembly:
         self._integers: IntegerSites | None = None
         if policy.arithmetic == "int8":
             _check_own_kernels(CPU)
-            calibration = Calibration.load(
-                calibration_path(checkpoint.directory, settings.calibration),
-                config,
-                model_digest(config, checkpoint),
-                self.linear_digest,
-                checkpoint.manifest,
-            )
-            # Where the directory has no linear weights: those that the scales belong to.
-            self.linear_digest = calibration.linear_digest
-            head = None
-            if any(name == "lm_head" for name, _ in policy.leaving()):
-                scale_V = load_head_scale(checkpoint, config)
-                head = DynamicSite(scale_V, None, model.dtype, largest_input(config.hidden_size))
-            self._integers = IntegerSites(calibration, biases, model.dtype, head)
+            self._integers = IntegerSites(config, checkpoint, biases, model.dtype)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
         self._held: dict[Site, QuantizedLinear] = {}
         self.pads: dict[Mask, Pads] = {}
@@ -198,7 +186,7 @@ class Assembly:
                 self.pads[mask] = Pads(
                     mask,
                     store,
-                    self._pad_maker(mask, sites, store),
+                    self._pad_maker(mask, store),
                     settings.when_out,
                     ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
                     decode_share=policy.left_to_decode,
@@ -221,13 +209,9 @@ class Assembly:
         )
         return BankFile.open(place, purpose)
 
-    def _pad_maker(
-        self, mask: AdditiveMask, sites: Sequence[Site], store: PadStore
-    ) -> Callable[[int], None] | None:
+    def _pad_maker(self, mask: AdditiveMask, store: PadStore) -> Callable[[int], None]:
         config, checkpoint = self._parts.config, self._parts.checkpoint
-        if not checkpoint.holds(tensors_of(sites, config)):
-            return None
-        check = self._integers.check_weights if self._integers is not None else None
+        check = self._integers.met if self._integers is not None else None
         weights = read_weights(checkpoint, config, mask.arithmetic, check, held=self._held)
         return partial(fill_pads, mask, weights, store)
 
@@ -275,12 +259,13 @@ class Assembly:
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
+            # First: it reads the weight, whose scales the site then has.
+            check = UNVERIFIED if verify == "none" else self._secrets[site].under(mask)
             of_site: LinearSite = (
                 FloatSite(None if bias_leaves else self._biases.get(site))
                 if integers is None
                 else integers[site]
             )
-            check = UNVERIFIED if verify == "none" else self._secrets[site].under(mask)
             lane = None if mask is None else pads.get(mask)
             padded = None
             # What a subclass of `Pad` sends is its own affair.
@@ -367,34 +352,27 @@ class Assembly:
 
 
 def _check_settings(
-    settings: MaskSettings, padded: Mapping[AdditiveMask, Sequence[Site]], parts: RunParts
+    settings: MaskSettings, policy: Policy, padded: Collection[AdditiveMask]
 ) -> None:
-    """Refuse files that the policy has no use for, and pads that nothing can come from.
+    """Refuse files that the policy has no use for: the operator who names one relies on it.
 
-    `padded`: the sites under each mask that needs pads. The operator who names a file relies on it.
-    Raises SettingsError and PolicyError.
+    `padded`: the masks that need pads. Raises SettingsError and PolicyError.
     """
-    policy, bank = parts.policy, settings.bank
+    bank = settings.bank
     name = f"policy {policy.name}"
     uses = {
         "--bank": (bank and bank.bank, bool(padded), "pads"),
         "--key": (settings.key, policy.feature_mask is not None, "a feature mask"),
-        "--calibration": (settings.calibration, policy.arithmetic == "int8", "int8"),
     }
     for option, (given, used, what) in uses.items():
         expected = f"nothing: {name} runs without {what}"
         SettingsError.unless(given is None or used, option, str(given), expected)
-    for mask, sites in padded.items():
-        PolicyError.unless(
-            bank is not None or parts.checkpoint.holds(tensors_of(sites, parts.config)),
-            f"{name}: mask {mask.name}",
-            f"no --bank, and not all linear weights in {parts.checkpoint.directory}",
-            "one of them: pads are made from the weights",
-        )
-        if bank is not None:
-            where = f"{name}: pad bank {bank.bank}"
-            expected = "mask pad: a bank holds ring elements"
-            PolicyError.unless(mask.arithmetic == "int8", where, f"mask {mask.name}", expected)
-            masks = " and ".join(other.described() for other in padded)
-            expected = "one mask with pads: a bank is made for one"
-            PolicyError.unless(len(padded) == 1, where, f"masks {masks}", expected)
+    if bank is None:
+        return
+    for mask in padded:
+        where = f"{name}: pad bank {bank.bank}"
+        expected = "mask pad: a bank holds ring elements"
+        PolicyError.unless(mask.arithmetic == "int8", where, f"mask {mask.name}", expected)
+        masks = " and ".join(other.described() for other in padded)
+        expected = "one mask with pads: a bank is made for one"
+        PolicyError.unless(len(padded) == 1, where, f"masks {masks}", expected)

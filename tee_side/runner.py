@@ -15,7 +15,7 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
-from protocol.model.checkpoint import Checkpoint, light_tensors, model_digest
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.transport import open_channel
@@ -217,6 +217,11 @@ class Runner(AbstractContextManager["Runner"]):
     def model_digest(self) -> str:
         """See `protocol.model.checkpoint.model_digest`. Raises ModelError, ManifestError."""
         return model_digest(self.config, self._checkpoint)
+
+    @property
+    def linear_digest(self) -> str | None:
+        """See `protocol.model.checkpoint.linear_digest`. Raises ModelError, ManifestError."""
+        return linear_digest(self.config, self._checkpoint)
 
     def totals(self) -> Totals:
         """Return what services and pads have done so far."""

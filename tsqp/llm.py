@@ -103,7 +103,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     `model`: a Hugging Face directory, or "demo". `gpu`: services. `options`: those of `tee-runner
     serve` about the run, by their names with `_`: `policy`, `bank`, `identity`, `service_key`,
-    `calibration`, `threads`, ... What the GPU side learns is printed on stderr, once.
+    `threads`, ... What the GPU side learns is printed on stderr, once.
 
     `max_num_seqs`: sequences that run at a time; `max_num_batched_tokens`: rows of a step.
     `speculative_tokens`, `enable_prefix_caching`: see `EngineSettings`; both are off. Raises as

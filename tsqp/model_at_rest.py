@@ -37,8 +37,8 @@ from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 # Told how much is done by now, and how much there is in all: tensors, or bytes that are sealed.
 Progress = Callable[[int, int], None]
 
-# A calibration has four bytes for each output of every linear operator.
-MAX_FILE_BYTES = 512 * 1024 * 1024
+# The largest is a tokenizer.json, of 24 MiB at most.
+MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 def make_manifest(

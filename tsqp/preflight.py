@@ -29,7 +29,6 @@ from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
-from tee_side.protect.calibration import Calibration, calibration_path
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
@@ -92,12 +91,6 @@ class Start:
         """Keys of services. Raises KeyFileError, SettingsError, ManifestError."""
         return read_client_keys(self.settings, self.manifest)
 
-    @cached_property
-    def calibration(self) -> Calibration:
-        """The scales of integers. Raises CalibrationError, ManifestError."""
-        path = calibration_path(self.model, self.settings.calibration)
-        return Calibration.load(path, self.config, *self.digests, self.manifest)
-
 
 def examine_start(start: Start) -> list[Finding]:
     """Carry out the checks. One that raises a TsqpError is a finding: `missing`.
@@ -134,14 +127,14 @@ def _model(start: Start) -> Iterator[Finding]:
 
 
 def _weights(start: Start) -> Iterator[Finding]:
-    """Look for linear weights: for what stays, for pads made on the way, for verification."""
+    """Look for linear weights: for what stays, for pads made on the way, for results."""
     policy, without_bank = start.policy, start.settings.bank is None
     stays = any(
         placement.place == "tee" or (without_bank and isinstance(placement.mask, AdditiveMask))
         for operator in FUSED_MODULES
         for placement in policy.operators[operator]
     )
-    if stays or policy.verified:
+    if stays or policy.verified or policy.arithmetic == "int8":
         start.checkpoint.require(linear_tensors(start.config))
         yield Finding("run", "linear weights", "ok", "all are there")
 
@@ -157,13 +150,6 @@ def _tokenizer(start: Start) -> Iterator[Finding]:
         return
     Tokenizer(start.model, start.manifest)
     yield Finding("run", "tokenizer", "ok", TOKENIZER_FILE)
-
-
-def _calibration(start: Start) -> Iterator[Finding]:
-    if start.policy.arithmetic != "int8":
-        return
-    path = calibration_path(start.model, start.settings.calibration)
-    yield Finding("run", "calibration", "ok", f"{path}, from {start.calibration.tokens} tokens")
 
 
 def _bank(start: Start) -> Iterator[Finding]:
@@ -186,13 +172,12 @@ def _bank(start: Start) -> Iterator[Finding]:
     place.check_apart()
     header, state = read_bank_status(place)
     mask, layout = padded(start.policy, start.config)
-    # As a run does: a directory without linear weights has the digest of its calibration.
     wanted = Purpose.of(
         layout,
         mask=mask.described(),
         model=start.model.resolve().name,
         model_digest=start.digests[0],
-        linear_digest=start.digests[1] or start.calibration.linear_digest,
+        linear_digest=start.digests[1] or "",
     )
     check_purpose(place.bank, header, wanted)
     available = state.filled - state.reserved
@@ -287,7 +272,6 @@ _CHECKS: dict[tuple[str, str], Callable[[Start], Iterator[Finding]]] = {
     ("policy", "tsqp policies"): _policy,
     ("linear weights", "copy the model's safetensors files into {model}"): _weights,
     ("tokenizer", "copy the model's tokenizer.json into {model}"): _tokenizer,
-    ("calibration", "tsqp calibrate {model}"): _calibration,
     ("bank", "tee-runner pads make {model} --tokens N --bank {bank}"): _bank,
     ("keys", "tsqp keys new NAME"): _keys,
     ("services", "gpu-service {model} --bind ENDPOINT"): _services,

@@ -77,7 +77,6 @@ PinnedFile = Literal[
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
-    "calibration.safetensors",
 ]
 PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 
@@ -85,8 +84,6 @@ _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]
 # What errors call a manifest that was made here, and read from no file.
 _UNREAD = "the manifest"
-# A manifest is often made too early.
-_AFTER = {"calibration.safetensors": ", after tsqp calibrate"}
 
 SEAL_FILE = "sealed.tsqp"
 KEY_BYTES = 32
@@ -180,15 +177,14 @@ class Manifest(Strict):
         manifest._source = f"{_UNREAD} {path}"
         return manifest
 
-    def check_file(self, path: Path, content: bytes, name: str | None = None) -> None:
-        """Check what was read from `path` against what is pinned as `name`; None: its own."""
-        name = path.name if name is None else name
-        pinned = self._pinned(name)
+    def check_file(self, path: Path, content: bytes) -> None:
+        """Check what was read from `path` against what is pinned under its name."""
+        pinned = self._pinned(path.name)
         if pinned is None:
             raise ManifestError(
                 str(path),
                 f"a file that {self._source} does not name",
-                f"a manifest of {name}: run tsqp manifest again{_AFTER.get(name, '')}",
+                f"a manifest of {path.name}: run tsqp manifest again",
             )
         self._compare(str(path), _sha256(content), pinned)
 

@@ -11,7 +11,6 @@ Both sides derive them from the same checkpoint with the same float32 operations
 the same integers bit by bit.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -136,15 +135,10 @@ class QuantizedLinear:
     scale: torch.Tensor
     rows: dict[ModuleName, slice]
 
-    def max_row_norm(self) -> float:
-        """Return the largest Euclidean norm of a row of integers, rounded to nearest.
-
-        The sum of squares is exact; the one rounding is that of the float64 square root.
-        """
+    def max_row_sum(self) -> int:
+        """Return the largest sum of magnitudes of a row of integers."""
         blocks = self.weight.split(max(1, _BLOCK_ELEMENTS // self.weight.shape[1]))
-        # Sums of squares of int8 stay far below 2^53, where float64 stops being exact.
-        squares = (block.to(torch.float64).square_().sum(dim=1) for block in blocks)
-        return math.sqrt(max(int(found.max()) for found in squares))
+        return max(int(block.abs().sum(dim=1, dtype=torch.int32).max()) for block in blocks)
 
 
 def quantize_rows(weight: torch.Tensor, where: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,14 +187,3 @@ def load_quantized(
             weight[its_rows][block].copy_(integers)
             scale[its_rows][block].copy_(scales)
     return QuantizedLinear(weight, scale, rows)
-
-
-def load_head_scale(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
-    """Return the scales of the LM head's outputs alone, float32 [V], without keeping its integers.
-
-    Raises ModelError that names the tensor.
-    """
-    name = lm_head_name(config)
-    blocks = checkpoint.blocks(name, config.row_layout("lm_head")[1])
-    where = f"{checkpoint.directory}: {name}"
-    return torch.cat([quantize_rows(block, where)[1] for _, block in blocks])

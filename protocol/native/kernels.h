@@ -20,12 +20,11 @@ struct Kernels {
 
   // ---- integers ---------------------------------------------------------------------------------
 
-  // q = round(x / step), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
-  // With `scales` [rows], each row's step is what it writes there: the largest element / `step`.
-  // Returns the largest Euclidean norm of a row of q before it became integers: NaN or infinity
-  // where x is not finite.
-  float (*encode)(Float type, const void* x, int64_t rows, int64_t in, float step, float* scales,
-                  const int32_t* r, int32_t* q, int32_t* sent, Pool* pool);
+  // q = round(x / scale), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
+  // `scales` [rows] gets each row's scale, its largest element / `largest`. Returns whether x is
+  // finite.
+  bool (*encode)(Float type, const void* x, int64_t rows, int64_t in, float largest, float* scales,
+                 const int32_t* r, int32_t* q, int32_t* sent, Pool* pool);
 
   // expected[row][c] = sum_k q[row][k] * products[c][k] mod 2^64. `low`, `high` [CHECKS, in] are
   // the signed halves of the products: low + 2^32 high.

@@ -49,7 +49,7 @@ from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
-from tee_side.protect.sites import DynamicSite, IntegerSite, IntegerSites, largest_input
+from tee_side.protect.sites import IntegerSite, IntegerSites
 from tee_side.remote.call import RunParts, turn
 from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, Phase, Site, layer_of
 
@@ -137,7 +137,7 @@ def load_local_operators(
     """Read the weights of `sites`, and what else the policy keeps.
 
     `integers` is given for policies with int8 arithmetic, and only for them. `held`: gets the
-    integers of every site, for who else computes with them. Raises ModelError, CalibrationError.
+    integers of every site, for who else computes with them. Raises ModelError.
     """
     policy, config, checkpoint = parts.policy, parts.config, parts.checkpoint
     dtype, local = parts.dtype, LocalOperators()
@@ -162,19 +162,17 @@ def load_site(
     integers: IntegerSites | None,
     held: dict[Site, QuantizedLinear],
 ) -> Product:
-    """Read the weights of one site. Raises ModelError, CalibrationError."""
+    """Read the weights of one site. Raises ModelError."""
     config, checkpoint, dtype = parts.config, parts.checkpoint, parts.dtype
     if parts.policy.arithmetic == "float":
         return load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
     weights = load_quantized(checkpoint, config, *site)
     if integers is not None:
         held[site] = weights
-        integers.check_weights(site, weights)
-        if site[1] != "lm_head":
-            return partial(_integer_product, weights, integers.layer_site(site))
+        integers.met(site, weights)
+        return partial(integer_product, weights, integers[site])
     bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
-    largest = INT8_MAX if integers is None else largest_input(weights.weight.shape[1])
-    return partial(_dynamic_product, weights, DynamicSite(weights.scale, bias_O, dtype, largest))
+    return partial(_int8_product, weights, IntegerSite(weights.scale, bias_O, dtype, INT8_MAX))
 
 
 def not_here(_x: torch.Tensor) -> torch.Tensor:
@@ -182,24 +180,22 @@ def not_here(_x: torch.Tensor) -> torch.Tensor:
     raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
 
 
-def _dynamic_product(
-    weights: QuantizedLinear, site: DynamicSite, x_TI: torch.Tensor
-) -> torch.Tensor:
-    """Compute with rows under scales of their own; int8 in one pass over a quarter of the bytes."""
-    if site.compiled and site.digits == 1:
+def _int8_product(weights: QuantizedLinear, site: IntegerSite, x_TI: torch.Tensor) -> torch.Tensor:
+    """Compute with inputs of one digit, in one pass over a quarter of the bytes."""
+    if site.compiled:
         return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
     return site.decode(ring_product(site.quantise(x_TI), weights.weight, site.digits), x_TI)
 
 
-def _integer_product(
+def integer_product(
     weights: QuantizedLinear, site: IntegerSite, x_TI: torch.Tensor
 ) -> torch.Tensor:
     """Compute with the integers that a service would get without a mask; no sum can wrap.
 
     In as many digits as the site's bound needs: the time is the same for every input.
     """
-    elements_TI = site.encode(x_TI)
-    return site.decode(ring_product(elements_TI, weights.weight, site.digits), x_TI)
+    elements_TI, scale_T1 = site.scaled(x_TI)
+    return site.scale_back(ring_product(elements_TI, weights.weight, site.digits), scale_T1)
 
 
 # Attention of a layer of which at least one product leaves the TEE: of q [T, H, C], the last T rows

@@ -125,37 +125,34 @@ def attention(
 
 def encode(
     x_TI: Tensor,
-    step: float | None,
+    largest: float,
     r_TI: Tensor | None,
     products: tuple[Tensor, Tensor] | None = None,
-    largest: float = 0.0,
-) -> tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]:
-    """Return q = round(x / step), q + r modulo 2^32, the largest norm of a row, scales, and sums.
+) -> tuple[Tensor, Tensor, bool, Tensor, Tensor | None]:
+    """Return q = round(x / scale), q + r modulo 2^32, whether x is finite, scales, and sums.
 
-    `x_TI`: float32 or bfloat16 [T, I]. `step`: None for one for each row, under which its largest
-    element becomes `largest`; these are the scales, float32 [T], None otherwise. `r_TI`: int32
-    [T, I], None for no pad, when the second is the first. The norm is that of the rounded numbers;
-    NaN or infinite where x is not finite. `products`: what q is multiplied by for the sums, as
-    `expect` does: low and high words of a check's products with a weight, int32 [k, I] each; None
-    for neither.
+    `x_TI`: float32 or bfloat16 [T, I]. `largest`: what a row's largest element becomes under its
+    scale, float32 [T]. `r_TI`: int32 [T, I], None for no pad, when the second is the first.
+    `products`: what q is multiplied by for the sums, as `expect` does: low and high words of a
+    check's products with a weight, int32 [k, I] each; None for neither.
     """
     x_TI = x_TI.contiguous()
-    scale_T = None if step is not None else torch.empty(x_TI.shape[0], dtype=torch.float32)
+    scale_T = torch.empty(x_TI.shape[0], dtype=torch.float32)
     q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
     sent_TI = q_TI if r_TI is None else torch.empty(x_TI.shape, dtype=torch.int32)
-    norm: float = library.encode(
+    is_finite: bool = library.encode(
         FLOATS[x_TI.dtype],
         x_TI.data_ptr(),
         *x_TI.shape,
-        step or largest,
-        0 if scale_T is None else scale_T.data_ptr(),
+        largest,
+        scale_T.data_ptr(),
         0 if r_TI is None else r_TI.data_ptr(),
         q_TI.data_ptr(),
         sent_TI.data_ptr(),
         native.own.pool,
     )
     if products is None:
-        return q_TI, sent_TI, norm, scale_T, None
+        return q_TI, sent_TI, is_finite, scale_T, None
     # As `expect`, without a call more for each operator.
     low_kI, high_kI = products
     expected_Tk = torch.empty(x_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
@@ -163,7 +160,7 @@ def encode(
         *(q_TI.data_ptr(), *x_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
         *(expected_Tk.data_ptr(), native.own.pool),
     )
-    return q_TI, sent_TI, norm, scale_T, expected_Tk
+    return q_TI, sent_TI, is_finite, scale_T, expected_Tk
 
 
 def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:
@@ -190,7 +187,7 @@ def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
 def decode(
     y_TO: Tensor,
     u_TO: Tensor | None,
-    scale_T: Tensor | None,
+    scale_T: Tensor,
     factor_O: Tensor,
     bias_O: Tensor | None,
     dtype: torch.dtype,
@@ -199,9 +196,8 @@ def decode(
 ) -> Tensor | None:
     """Return (y - u) * scale * factor + bias in a dtype, [T, O]; None where the check says no.
 
-    `y_TO`, `u_TO`: int32; None for no pad. `scale_T`, `factor_O`: float32; None for no scales of
-    rows. `vectors_kO`, `expected_Tk`: see
-    `same`; None to check nothing. Each number of y is read once.
+    `y_TO`, `u_TO`: int32; None for no pad. `scale_T`, `factor_O`: float32. `vectors_kO`,
+    `expected_Tk`: see `same`; None to check nothing. Each number of y is read once.
     """
     y_TO = y_TO.contiguous()
     out_TO = torch.empty(y_TO.shape, dtype=dtype)
@@ -210,7 +206,7 @@ def decode(
         y_TO.data_ptr(),
         0 if u_TO is None else u_TO.data_ptr(),
         *y_TO.shape,
-        0 if scale_T is None else scale_T.data_ptr(),
+        scale_T.data_ptr(),
         factor_O.data_ptr(),
         0 if bias_O is None else bias_O.data_ptr(),
         out_TO.data_ptr(),

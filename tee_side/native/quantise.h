@@ -6,40 +6,29 @@
 namespace VARIANT {
 
 template <class T>
-INLINE float encode_row(const T* x, int64_t in, float step, const int32_t* r, int32_t* q,
-                        int32_t* sent) {
-  f32x16 squares = broadcast(0.f);
+INLINE void encode_row(const T* x, int64_t in, float scale, const int32_t* r, int32_t* q,
+                       int32_t* sent) {
   each_vector(in, [&](int64_t k, int64_t count) {
-    f32x16 scaled = load_floats(x + k, count) / step;
-    i32x16 rounded = round_to_integers(scaled);
-    // NaN, infinity and what no integer holds stay as they are, and the norm says so.
-    f32x16 whole = choose(absolute(scaled) < broadcast(1e9f), to_floats(rounded), scaled);
-    squares = multiply_add(whole, whole, squares);
+    i32x16 rounded = round_to_integers(load_floats(x + k, count) / scale);
     store_integers(q + k, rounded, count);
     if (r) store_integers(sent + k, rounded + load_integers(r + k, count), count);
   });
-  return sqrtf(sum(squares));
 }
 
-static float encode(Float type, const void* x, int64_t rows, int64_t in, float step, float* scales,
-                    const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
-  // The largest of floats that are not negative, or NaN, is the largest of their bits.
-  uint32_t most = 0;
+static bool encode(Float type, const void* x, int64_t rows, int64_t in, float largest,
+                   float* scales, const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
+  bool endless = false;
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
       int64_t at = row * in;
-      if (scales) scales[row] = own_scale((const T*)x + at, in, step);
-      float norm = encode_row((const T*)x + at, in, scales ? scales[row] : step, r ? r + at : r,
-                              q + at, sent + at);
-      uint32_t bits = bits_of<uint32_t>(norm) & 0x7fffffff;
-      uint32_t seen = __atomic_load_n(&most, __ATOMIC_RELAXED);
-      while (bits > seen && !__atomic_compare_exchange_n(&most, &seen, bits, true, __ATOMIC_RELAXED,
-                                                         __ATOMIC_RELAXED)) {
-      }
+      scales[row] = own_scale((const T*)x + at, in, largest);
+      // NaN and infinity have the largest exponent there is.
+      if (bits_of<uint32_t>(scales[row]) >= 0x7f800000u) __atomic_store_n(&endless, true, __ATOMIC_RELAXED);
+      encode_row((const T*)x + at, in, scales[row], r ? r + at : r, q + at, sent + at);
     });
   });
-  return bits_of<float>(most);
+  return !endless;
 }
 
 static void expect(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,

@@ -23,7 +23,7 @@ from tee_side.native import kernels as compiled
 from tee_side.protect.masks.mask import AdditiveMask, Mask, Masked, Seed, SharingMask, as_it_is
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import DynamicSite, IntegerSite, site_number
+from tee_side.protect.sites import IntegerSite, site_number
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import Operator, Site, is_linear
 
@@ -136,15 +136,15 @@ class MaskRules:
 class Padded(NamedTuple):
     """One input under its pad. `sent`: what crosses; `encoded`: the plain integers.
 
-    `u_TO`: r W, to take away; `scale_T`: of the rows, None for the site's one step; `expected_Tk`:
-    what the check of the product must give, None without a check.
+    `u_TO`: r W, to take away; `scale_T`: of the rows; `expected_Tk`: what the check of the product
+    must give, None without a check.
     """
 
     of: PaddedSite
     sent: tuple[torch.Tensor]
     encoded: torch.Tensor
     u_TO: torch.Tensor
-    scale_T: torch.Tensor | None
+    scale_T: torch.Tensor
     expected_Tk: torch.Tensor | None
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class PaddedSite:
     `check`: of the products, None for none.
     """
 
-    site: IntegerSite | DynamicSite
+    site: IntegerSite
     number: int
     pads: PadLane
     check: ExactCheck | None
@@ -181,9 +181,9 @@ class PaddedSite:
         r_TI, u_TO = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
-        q_TI, sent_TI, norm, scale_T, expected = compiled.encode(
-            x_TI, site.step, r_TI, products, largest=site.largest
+        q_TI, sent_TI, is_finite, scale_T, expected = compiled.encode(
+            x_TI, site.largest, r_TI, products
         )
-        if not norm <= site.row_limit:
-            site.refuse(norm)
+        if not is_finite:
+            site.refuse()
         return Padded(self, (sent_TI,), q_TI, u_TO, scale_T, expected)

@@ -9,24 +9,22 @@ The sites that are padded are a `PadLayout`: what the pads of one token consist 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import NoReturn, TypeAlias
 
 import torch
 
-from protocol.errors import ActivationRangeError, CalibrationError
+from protocol.errors import ActivationRangeError, ModelError
 from protocol.integer import digits_below
 from protocol.messages import LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
-from protocol.model.weights import INT8_MAX, QuantizedLinear, load_bias, weight_rows
+from protocol.model.weights import QuantizedLinear, load_bias, load_quantized, weight_rows
 from protocol.native import compiled_for
 from tee_side.native import kernels as compiled
-from tee_side.protect.calibration import MAX_SUM, Calibration, SiteScales
 from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
@@ -34,9 +32,8 @@ Biases: TypeAlias = dict[Site, torch.Tensor]
 # Of an element of r or u.
 WORD_BYTES = 4
 
-# What is left of a limit after rounding. A float32 sum of K squares, in any order, is off by less
-# than K * 2^-24 of itself, its root by half of that: 2^-8 for the largest K of an int8 product.
-_MARGIN = 0.995
+# Sums must fit a signed 32-bit integer, or they could not be told from what they wrapped to.
+MAX_SUM = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -55,87 +52,51 @@ class FloatSite:
 
 
 class IntegerSite:
-    """Integers in a ring, by scales fixed in advance; see `tee_side.protect.calibration`.
+    """Integers in a ring, each row under a scale of its own, which never leaves the TEE.
 
-    `dtype`: of outputs; `where`: how messages begin.
+    A row's largest element becomes `largest` in magnitude, so that no sum of its product wraps
+    (`largest_input`), and nothing about inputs need be known in advance. `factor_O`: float32, what
+    one step of an output's weights stands for; `dtype`: of inputs and outputs; `where`: how
+    messages begin.
     """
-
-    largest = 0.0
 
     def __init__(
         self,
-        scales: SiteScales,
-        bias_O: torch.Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
+        factor_O: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        dtype: torch.dtype,
+        largest: int,
         where: str = "",
     ) -> None:
-        self.step, self.factor_O = scales.input_scale, scales.factor_N
-        self.row_limit = scales.norm_limit * _MARGIN
-        self.bias_O, self.dtype = bias_O, dtype
+        self.factor_O, self.bias_O, self.dtype = factor_O, bias_O, dtype
+        self.largest = float(largest)
         self._where = where
         # How many digits hold what `encode` returns, whatever the input is.
-        self.digits = digits_below(scales.norm_limit)
-        self.compiled = compiled_for(dtype)
-
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise a float input [T, I] to int32 [T, I]: round(x / step), ties to even.
-
-        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
-        ActivationRangeError for a row whose product could wrap, and for values that are not finite.
-
-        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
-        """
-        if compiled_for(x_TI.dtype):
-            scaled_TI, _, norm, *_ = compiled.encode(x_TI, self.step, None)
-        else:
-            scaled_TI = x_TI.to(torch.float32).div(self.step).round_()
-            # A norm that is NaN is the largest of all, and is refused.
-            norm = torch.linalg.vector_norm(scaled_TI, dim=-1).amax().item()
-        if not norm <= self.row_limit:
-            self.refuse(norm)
-        # Whole numbers from here on: a float32 that has been rounded converts exactly.
-        return scaled_TI.to(torch.int32)
-
-    def refuse(self, norm: float) -> NoReturn:
-        """Raise ActivationRangeError for a row with this norm."""
-        # In whole multiples: an exact norm would name the token to a reader of the log.
-        times = norm / self.row_limit
-        finite = math.isfinite(times)
-        raise ActivationRangeError(
-            f"{self._where}length of an input row",
-            f"less than {math.floor(times) + 1} times" if finite else "one that is not finite",
-            "at most once what cannot wrap in the ring (calibrate with text more like this one)",
-        )
-
-    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
-        """Scale back, and add the bias."""
-        return _scaled_back(y_TO, None, self)
-
-
-class DynamicSite:
-    """Integers up to `largest`, each row under a scale of its own, which never leaves the TEE.
-
-    No sum of such a product can wrap, where `largest` is `largest_input` or less. `factor_O`:
-    float32, what one step of an output's weights stands for; `dtype`: of inputs and outputs.
-    """
-
-    step = None
-    row_limit = math.inf
-
-    def __init__(
-        self, factor_O: torch.Tensor, bias_O: torch.Tensor | None, dtype: torch.dtype, largest: int
-    ) -> None:
-        self.factor_O, self.bias_O, self.dtype = factor_O, bias_O, dtype
-        # What a row's largest element becomes.
-        self.largest = float(largest)
         self.digits = digits_below(largest)
         self.compiled = compiled_for(dtype)
 
     def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int32 [T, I]. Raises ActivationRangeError for what is not finite."""
-        if not self._scales(x_TI).isfinite().all():
-            self.refuse(math.nan)
-        return self.quantise(x_TI)
+        """Quantise a float input [T, I] to int32 [T, I]: round(x / scale), ties to even.
+
+        Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
+        ActivationRangeError for what is not finite.
+
+        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
+        """
+        return self.scaled(x_TI)[0]
+
+    def scaled(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `encode` does, and the scale of each row, float32 [T, 1]."""
+        if compiled_for(x_TI.dtype):
+            q_TI, _, is_finite, scale_T, _ = compiled.encode(x_TI, self.largest, None)
+            scale_T1 = scale_T[:, None]
+        else:
+            scale_T1 = self._scales(x_TI)
+            is_finite = bool(scale_T1.isfinite().all())
+            q_TI = self.quantise(x_TI)
+        if not is_finite:
+            self.refuse()
+        return q_TI, scale_T1
 
     def quantise(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Quantise to int32 [T, I]; of a row that is not finite to anything: so is its output."""
@@ -143,7 +104,17 @@ class DynamicSite:
 
     def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """Scale back by the scales of the rows of x, and add the bias."""
-        return _scaled_back(y_TO, self._scales(x_TI), self)
+        return self.scale_back(y_TO, self._scales(x_TI))
+
+    def scale_back(self, y_TO: torch.Tensor, scale_T1: torch.Tensor) -> torch.Tensor:
+        """Return the product under the scales of its rows and outputs, and the bias added."""
+        if self.compiled:
+            found_TO = compiled.decode(y_TO, None, scale_T1, self.factor_O, self.bias_O, self.dtype)
+            if found_TO is not None:
+                return found_TO
+        # int32 * float32 is a float32 product of the rounded integer.
+        scaled_TO = (y_TO * scale_T1).mul_(self.factor_O).to(self.dtype)
+        return scaled_TO if self.bias_O is None else scaled_TO + self.bias_O
 
     def _scales(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return the scale under which each row fits, its largest element / `largest`: [T, 1]."""
@@ -151,74 +122,58 @@ class DynamicSite:
         smallest = torch.finfo(torch.float32).tiny
         return (x_TI.float().abs().amax(-1, keepdim=True) / self.largest).clamp_min_(smallest)
 
-    def refuse(self, _norm: float) -> NoReturn:
+    def refuse(self) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
-        raise ActivationRangeError("lm_head: input row", "not finite", "finite numbers")
+        raise ActivationRangeError(f"{self._where}input row", "not finite", "finite numbers")
 
 
 # Each turns an input [T, I] into what the weight is multiplied by (`encode`), and the product and
 # that input into the output, in the model's dtype and with its bias (`decode`).
-LinearSite: TypeAlias = FloatSite | IntegerSite | DynamicSite
+LinearSite: TypeAlias = FloatSite | IntegerSite
 
 
-def largest_input(in_features: int) -> int:
-    """Return the largest integer that inputs may have whatever the int8 weights are.
+def largest_input(max_row_sum: int) -> int:
+    """Return the largest integer that an input may have beside these int8 weights.
 
-    No sum of so many products wraps in the ring, and two digits hold it, which is what the TEE
-    pays for: 32,639 up to 518 in_features, 8,256 for 2,048, 2,064 for 8,192.
+    Every sum |x . w_j| is at most max |x| times sum |w_j| (Hoelder), and stays below 2^31. Two
+    digits hold it, which is what the TEE pays for: at most 32,639. `max_row_sum`: of all outputs
+    the largest sum of magnitudes, at most 127 for each input feature.
     """
-    return min(127 * 257, MAX_SUM // (INT8_MAX * in_features))
-
-
-def _scaled_back(
-    y_TO: torch.Tensor, scale_T1: torch.Tensor | None, site: IntegerSite | DynamicSite
-) -> torch.Tensor:
-    """Return the product under the scales of its rows and outputs, and the bias added."""
-    if site.compiled:
-        scaled_TO = compiled.decode(y_TO, None, scale_T1, site.factor_O, site.bias_O, site.dtype)
-        if scaled_TO is not None:
-            return scaled_TO
-    # int32 * float32 is a float32 product of the rounded integer.
-    scaled_TO = y_TO * (site.factor_O if scale_T1 is None else scale_T1)
-    if scale_T1 is not None:
-        scaled_TO.mul_(site.factor_O)
-    scaled_TO = scaled_TO.to(site.dtype)
-    return scaled_TO if site.bias_O is None else scaled_TO + site.bias_O
+    return min(127 * 257, MAX_SUM // max(1, max_row_sum))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IntegerSites:
-    """Sites of a model that is computed in integers.
+    """Sites of a model that is computed in integers, by the weights that they are met with.
 
-    `head`: the LM head's; None where it does not leave.
+    Whoever reads a site's weights says so (`met`); those of a site that nobody has read are read
+    when it is first asked for, and dropped.
     """
 
-    calibration: Calibration
+    config: ModelConfig
+    checkpoint: Checkpoint
     biases: Biases
     dtype: torch.dtype
-    head: DynamicSite | None = None
+    _found: dict[Site, IntegerSite] = field(default_factory=dict, init=False)
 
-    def check_weights(self, site: Site, weights: QuantizedLinear) -> None:
-        """Check that the scales are those of these weights. Raises CalibrationError."""
-        if site[1] != "lm_head":
-            self.calibration.check_weights(site, weights.scale, weights.max_row_norm())
-        elif self.head is not None and not weights.scale.equal(self.head.factor_O):
-            raise CalibrationError(
-                "lm_head: weight scales", "others", "those that were read at the start"
-            )
-
-    def layer_site(self, site: Site) -> IntegerSite:
-        """Return the site of an operator of a layer."""
+    def met(self, site: Site, weights: QuantizedLinear) -> None:
+        """Take the scales of a site's weights. Raises ModelError where they were others before."""
         layer, operator = site
-        where = f"{operator} in layer {layer}: "
-        return IntegerSite(self.calibration.sites[site], self.biases.get(site), self.dtype, where)
+        where = "lm_head: " if operator == "lm_head" else f"{operator} in layer {layer}: "
+        largest = largest_input(weights.max_row_sum())
+        ours = IntegerSite(weights.scale, self.biases.get(site), self.dtype, largest, where)
+        known = self._found.setdefault(site, ours)
+        ModelError.unless(
+            largest == known.largest and weights.scale.equal(known.factor_O),
+            f"{where}weights",
+            "others than were read before",
+            "those of the start",
+        )
 
-    def __getitem__(self, site: Site) -> IntegerSite | DynamicSite:
-        if site[1] != "lm_head":
-            return self.layer_site(site)
-        if self.head is None:
-            raise LookupError("an LM head that does not leave")
-        return self.head
+    def __getitem__(self, site: Site) -> IntegerSite:
+        if site not in self._found:
+            self.met(site, load_quantized(self.checkpoint, self.config, *site))
+        return self._found[site]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ Shape suffixes: T rows, I in_features, O out_features, k secret vectors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -30,14 +30,12 @@ import torch
 from protocol.errors import PolicyError
 from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
 from protocol.messages import Arithmetic
-from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import ModelConfig
 from protocol.model.weights import load_quantized
 from protocol.native import choice
 from tee_side.native import kernels
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import Weights, tensors_of
+from tee_side.protect.sites import Weights
 from tee_side.words import Site
 
 if TYPE_CHECKING:
@@ -56,8 +54,8 @@ _BLOCK_OUTPUTS = 2**16
 class ExactCheck:
     """The check of one linear operator's products of integers.
 
-    Right while x passes the range check of `IntegerSite.encode`, which keeps x W within 32 bits: a
-    product that wrapped is refused like any other wrong one.
+    Right for what `IntegerSite.encode` gives, which keeps x W within 32 bits: a product that
+    wrapped is refused like any other wrong one.
     """
 
     # int32 [k, O]: s. int64 [k, I]: W^T s, and its signed halves, int32 [k, I], low + 2^32 high.
@@ -121,25 +119,6 @@ class Unverified:
 UNVERIFIED = Unverified()
 
 
-def check_verifiable(
-    policy: str, sites: Iterable[Site], config: ModelConfig, checkpoint: Checkpoint
-) -> None:
-    """Check that the directory has the weights behind all sites that a policy verifies.
-
-    Raises PolicyError that names what is missing, ModelError for a tensor of another shape.
-    """
-    tensors = tensors_of(sites, config)
-    missing = [name for name in tensors if not checkpoint.holds([name])]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise PolicyError(
-            f'policy {policy}: verify = "freivalds"',
-            f"no {missing[0]}{more} in {checkpoint.directory}",
-            "the weights whose products are to be verified",
-        )
-    checkpoint.require(tensors)
-
-
 class SiteSecrets(Protocol):
     """What one linear operator that a policy verifies is checked with; drawn once a run."""
 
@@ -186,15 +165,14 @@ class LinearCheck:
     def draw(cls, site: Site, weights: Weights, randomness: Randomness) -> Self:
         """Read the weight of a site where it is not held, and draw its vectors.
 
-        Norms of weights and scales are compared, which the bounds rest on. Raises ModelError,
-        CalibrationError, KernelError.
+        Raises ModelError, KernelError.
         """
         if weights.integers is None:
             raise LookupError("integers without their scales")
         found = weights.held.get(site)
-        if found is None:  # those that are held were checked when they were loaded
+        if found is None:
             found = load_quantized(weights.checkpoint, weights.config, *site)
-            weights.integers.check_weights(site, found)
+            weights.integers.met(site, found)
         return cls(ExactCheck.draw(found.weight, randomness), weights, site)
 
     def under(self, mask: Mask | None) -> LinearCheck:

@@ -107,7 +107,7 @@ def outliers_and_tiny_values_do_not_spoil_the_result(case: Case) -> None:
         # Noise of a fixed size brings a rounding of its own, whatever the size of the input.
         most = max(float(trial.plain.double().abs().max()), trial.noise)
         assert error <= case.mask.tolerance * most, change
-        # Outliers of integers are beyond what the range check lets through, which comes first.
+        # Of integers no site makes such outliers: their sums wrap.
         if case.is_verified and not (change is OUTLIERS and case.mask.arithmetic == "int8"):
             assert _holds(case, trial, trial.result), change
 

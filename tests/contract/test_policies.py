@@ -149,7 +149,6 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
     assert pads.in_tee == NEW_TOKENS - (name == "shielded")
     # And one that has pads for a part of the way.
     store = pads.store
-    assert pads.fill is not None
     pads.fill(3 if name == "shielded" else 9 + 3)
     tokens, logits = _generate(tee)
     assert tokens == expected_tokens

@@ -54,6 +54,8 @@ def test_tee_runner_refuses(arguments: tuple[str, ...], said: str) -> None:
     [
         ("gpu-service demo --columns 0/2", "--columns: got '0/2', expected no columns"),
         ("tsqp train-demo /nowhere --seed 1", "python -m benchmarks.train_demo"),
+        ("tsqp calibrate demo", "calibrate: got a name of before, expected nothing: each row"),
+        ("tee-runner generate demo --calibration x", "--calibration: got a name of before"),
     ],
 )
 def test_what_was_removed_names_what_to_use(command: str, said: str) -> None:

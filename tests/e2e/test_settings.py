@@ -166,7 +166,7 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
         new_key_pair(tmp_path / name)
     told = f"""--gpu tcp://10.0.0.5:1 --policy quantized-clear --identity {tmp_path}/runner.key
         --service-key {tmp_path}/service.pub --heartbeat-timeout-s 1.5
-        --calibration {tmp_path}/scales --key {tmp_path}/key --bank {tmp_path}/bank
+        --key {tmp_path}/key --bank {tmp_path}/bank
         --bank-key {tmp_path}/bank-key --bank-index {tmp_path}/index
         --bank-witness {tmp_path}/witness --when-out tee --dtype float16 --kernels portable
         --threads 3 --step-tokens 4 --micro-batches 5 --spin-us 6.5 --link-gbps 7.5
@@ -179,7 +179,6 @@ def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     assert settings.gpu == ("tcp://10.0.0.5:1",)
     files = [tmp_path / name for name in ("bank", "bank-key", "index", "witness")]
     assert settings.masks == MaskSettings(
-        calibration=tmp_path / "scales",
         key=tmp_path / "key",
         bank=BankPlace(*files, beside_bank=True),
         when_out="tee",

@@ -33,7 +33,6 @@ from protocol.model.config import read_config
 from protocol.model.weights import CPU, load_linear, load_quantized
 from protocol.tensors import to_torch
 from protocol.transport import open_channel
-from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.remote.services.connected import Services
@@ -55,7 +54,7 @@ from tests.kit.lies import (
     Lie,
     surely_wrong,
 )
-from tests.kit.model import LoopbackChannel, SavedModel, assemble, make_model
+from tests.kit.model import LoopbackChannel, assemble, make_model
 from tsqp.lab.research.float_check import FloatCheck, Tolerance
 
 # Every lie but those of Init.
@@ -279,8 +278,7 @@ def lie_to_handshake(count: int, to: Parties, tally: Tally) -> None:
 def small_model(directory: Path) -> Path:
     """Make a model with the demo's tokens, in the fewest layers that can be swapped."""
     size = read_config(DEMO).vocab_size
-    made = SavedModel(directory, make_model(directory, num_hidden_layers=2, vocab_size=size))
-    made.calibration.rename(directory / CALIBRATION_FILE)
+    make_model(directory, num_hidden_layers=2, vocab_size=size)
     return directory
 
 
@@ -350,7 +348,7 @@ class Arithmetic(NamedTuple):
         if x_TI.is_floating_point():
             factor = 2.0 ** chance.uniform(-4, 4)
             return (x_TI * factor * (1 + 0.1 * torch.randn(x_TI.shape))).to(x_TI.dtype)
-        # Smaller in places, never larger: what passed the range check passes it still.
+        # Smaller in places, never larger: sums that fit the ring fit it still.
         return (x_TI * torch.rand(x_TI.shape)).round().to(torch.int32)
 
 

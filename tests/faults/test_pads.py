@@ -84,7 +84,7 @@ def _life(
     """Run one life to its end, in a process of its own: two micro-batches draw in turns."""
     last = min(until, int(ledger.totals[0]) + min(longest, prepare_end(end, choose)))
     bank = BankFile.open(place(folder), tiny.PURPOSE, block=choose.choice(BLOCKS))
-    pads = Pads(Pad(), bank, None, "fail")
+    pads = Pads(Pad(), bank, lambda _: None, "fail")
     lanes = [PadLane(pads), PadLane(pads)]
     while int(ledger.totals[0]) < last:
         if bank.available < 12 and choose.random() < 0.9:

@@ -15,15 +15,11 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import read_config
-from tee_side.protect.calibration import CALIBRATION_FILE
 from tests.faults.row import Found, Row
 from tests.kit.canary_server import FAULTS, KINDS, PLACES, POLICIES
-from tests.kit.model import make_model, token_ids
+from tests.kit.model import make_model
 from tests.kit.service import ENVIRONMENT, Forked, Workers
 from tests.kit.service import run as run_program
-from tsqp.calibrate import calibrate_on, save_calibration
 
 # A token of the server's model that stands in no prompt.
 _LAST_BYTE = 255
@@ -37,15 +33,12 @@ os._exit(0)
 
 
 def make_place(folder: Path, bank_tokens: int) -> None:
-    """Make a model that reads bytes, its calibration, a bank of pads, and the empty folders."""
+    """Make a model that reads bytes, a bank of pads, and the empty folders."""
     for name in ("model", "logs", "work", "home", "tmp", "bank"):
         (folder / name).mkdir()
-    model, size = folder / "model", 300
+    model = folder / "model"
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    make_model(model, seed=3, vocab_size=size, head_dim=8, **sizes, eos_token_id=_LAST_BYTE)
-    chunks = [token_ids(100, seed, size) for seed in range(8)]
-    calibration = calibrate_on(read_config(model), Checkpoint(model), chunks)
-    save_calibration(calibration, model / CALIBRATION_FILE)
+    make_model(model, seed=3, vocab_size=300, head_dim=8, **sizes, eos_token_id=_LAST_BYTE)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = tokenizers.Tokenizer(models.BPE({one: at for at, one in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

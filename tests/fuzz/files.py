@@ -1,4 +1,4 @@
-"""What reads files: of models, tokenizers, pads, keys, calibrations and policies.
+"""What reads files: of models, tokenizers, pads, keys and policies.
 
 A case is one file. What stands around it (the other files of a model directory, the key of a bank)
 is written once. Where a file is authenticated, a second target seals what it changed, so that what
@@ -22,7 +22,6 @@ from gpu_side.access import read_allow_list
 from gpu_side.weights import PROVISION_FILE, read_provision
 from protocol import curve
 from protocol.errors import (
-    CalibrationError,
     KeyFileError,
     ManifestError,
     ModelError,
@@ -37,15 +36,12 @@ from protocol.model.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     light_tensors,
-    linear_digest,
     linear_tensors,
-    model_digest,
 )
 from protocol.model.config import read_config
 from tee_side.engine.chat_template import CONFIG_FILE, TEMPLATE_FILE
 from tee_side.engine.tokenizer import TOKENIZER_FILE, TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.pads import bank_files
 from tee_side.protect.pads.bank import BankFile, read_bank_status
 from tee_side.protect.pads.bank_files import BankPlace
@@ -151,19 +147,6 @@ def _template(case: Case) -> str:
     return f"{min(3, len(tokenizer.apply_chat_template(messages)))} ids"
 
 
-@cache
-def _digests() -> tuple[str, str | None]:
-    config, checkpoint = read_config(tiny_model()), Checkpoint(tiny_model())
-    return model_digest(config, checkpoint), linear_digest(config, checkpoint)
-
-
-def _calibration(case: Case) -> str:
-    path, config = _put("calibration", CALIBRATION_FILE, case[0]), read_config(tiny_model())
-    if len(Calibration.load(path, config, *_digests()).sites) != 4 * config.num_hidden_layers:
-        raise ValueError("sites are missing")
-    return "calibration"
-
-
 _LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))
 _PURPOSE = bank_files.Purpose.of(
     _LAYOUT, mask="pad", model="tiny", model_digest="a" * 64, linear_digest="b" * 64
@@ -253,7 +236,6 @@ _ROWS: tuple[tuple[str, Callable[[Case], str], type[TsqpError], float], ...] = (
     ("safetensors-index", partial(_weights, "index", INDEX_FILE), ModelError, 0.1),
     ("manifest", _manifest, ManifestError, 0.2),
     ("provision", _provision, ModelError, 0.1),
-    ("calibration", _calibration, CalibrationError, 0.2),
     ("curve-secret-key", _secret_key, KeyFileError, 0.1),
     ("curve-public-key", _public_key, KeyFileError, 0.1),
     ("curve-allow-list", _allow_list, KeyFileError, 0.1),

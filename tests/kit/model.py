@@ -1,9 +1,8 @@
 """Real processes, small random models and free endpoints for tests."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ import transformers
 
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol import native
-from protocol.integer import check_kernels
 from protocol.messages import (
     Request,
     RingLinearRequest,
@@ -31,12 +29,11 @@ from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify
-from tsqp.calibrate import calibrate_on, save_calibration
+from tests.kit.kernels import check_kernels
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
 
@@ -109,22 +106,10 @@ def served_weights(directory: Path, dtype: str) -> ServiceWeights:
 
 @lru_cache(maxsize=16)
 def _loaded(_files: object, directory: Path, dtype: str, _kernels: native.Choice) -> ServiceWeights:
-    with _kernels_checked_once():
-        return load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
-
-
-@contextmanager
-def _kernels_checked_once() -> Iterator[None]:
-    """Try each way that kernels run once for all tests, as a process does for all that it loads."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("gpu_side.cuda.products", "tsqp.calibrate"):
-            patch.setattr(f"{user}.check_kernels", lambda device: _checked(device, native.choice()))
-        yield
-
-
-@cache
-def _checked(device: torch.device, _kernels: native.Choice) -> None:
-    check_kernels(device)
+        # Tried once for all tests, as a process does for all that it loads.
+        patch.setattr("gpu_side.cuda.products.check_kernels", check_kernels)
+        return load_weights(directory, device=torch.device("cpu"), dtype=torch_dtype(dtype))
 
 
 class _Known(Checkpoint):
@@ -281,18 +266,6 @@ class SavedModel:
     directory: Path
     reference: transformers.PreTrainedModel
 
-    @cached_property
-    def calibration(self) -> Path:
-        """A calibration of this model, made once on random token ids; outside its directory."""
-        folder = self.directory.with_name(f"{self.directory.name}-calibrated")
-        folder.mkdir()
-        config, checkpoint = read_config(self.directory), Checkpoint(self.directory)
-        chunks = [token_ids(96, seed, config.vocab_size) for seed in range(4)]
-        with _kernels_checked_once():
-            calibration = calibrate_on(config, checkpoint, chunks)
-        save_calibration(calibration, folder / CALIBRATION_FILE)
-        return folder / CALIBRATION_FILE
-
     def provisioned(self, mask: FeatureMask) -> tuple[Path, Path]:
         """Return a server's directory for a feature mask, and the key; made once a mask."""
         folder = self.directory.with_name(f"{self.directory.name}-{mask.name}-{hash(mask)}")
@@ -303,8 +276,6 @@ class SavedModel:
 
     def masks(self, policy: Policy, **settings: Any) -> MaskSettings:
         masks = MaskSettings(**settings)
-        if policy.arithmetic == "int8":
-            masks = replace(masks, calibration=self.calibration)
         if policy.feature_mask is not None:
             masks = replace(masks, key=self.provisioned(policy.feature_mask)[1])
         return masks
@@ -326,7 +297,7 @@ class SavedModel:
     ) -> Tee:
         """Assemble any policy, with the files and the services that it needs.
 
-        `settings`: of `assemble`, and fields of `MaskSettings` beside calibration and key.
+        `settings`: of `assemble`, and fields of `MaskSettings` beside the key.
         """
         chosen = load_policy(policy) if isinstance(policy, str) else policy
         names = settings.keys() & {"observer", "step_tokens", "randomness", "micro_batches"}
@@ -369,7 +340,6 @@ def finish(engine: Engine) -> list[Sampled]:
 def stocked(tee: Tee, tokens: int) -> Pads:
     """Make pads for so many tokens, and return their source."""
     (pads,) = tee.assembly.pads.values()
-    assert pads.fill is not None
     if tokens:
         pads.fill(tokens)
     return pads

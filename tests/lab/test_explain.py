@@ -83,28 +83,27 @@ def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
 
 
 @each_row(
-    ("name", "services", "calibration", "key", "padded"),
+    ("name", "services", "key", "padded"),
     [
-        ("tee-only", 0, False, None, None),
-        ("cloak", 1, False, "feature-rotation", None),
-        ("float-noise", 1, False, None, ("prefill", "decode")),
-        ("shielded", 1, True, None, ("decode",)),
-        ("shielded-prefill", 1, True, None, ("prefill", "decode")),
-        ("two-server", 2, True, None, None),
+        ("tee-only", 0, None, None),
+        ("cloak", 1, "feature-rotation", None),
+        ("float-noise", 1, None, ("prefill", "decode")),
+        ("shielded", 1, None, ("decode",)),
+        ("shielded-prefill", 1, None, ("prefill", "decode")),
+        ("two-server", 2, None, None),
     ],
 )
 def test_needs(
     name: str,
     services: int,
-    calibration: bool,
     key: str | None,
     padded: tuple[Phase, ...] | None,
     tmp_path: Path,
 ) -> None:
-    # Without weights, a tokenizer and a calibration.
+    # Without weights and a tokenizer.
     shutil.copy(DEMO / "config.json", tmp_path)
     needs = _explain(tmp_path, name).needs
-    assert (needs.services, needs.calibration, needs.key) == (services, calibration, key)
+    assert (needs.services, needs.key) == (services, key)
     assert [pads.phases for pads in needs.pads] == ([padded] if padded else [])
 
 

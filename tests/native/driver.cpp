@@ -129,16 +129,19 @@ class Trial {
                         out.get(), nullptr, nullptr, pool_);
         keep(out);
       }
-      float norm = kernels_.encode(type, x.get(), rows, in, 1e-9f, nullptr, r.get(), rounded.get(),
-                                   sent.get(), pool_);
-      trace_.exact += std::to_string(norm);
-      keep(rounded), keep(sent);
-      kernels_.encode(type, x.get(), rows, in, 0.01f, nullptr, nullptr, rounded.get(), rounded.get(),
-                      pool_);
-      keep(rounded);
       kernels_.linear8(type, x.get(), rows, in, weight.get(), stride, factor.get(), bias.get(), outs,
                        out.get(), pool_);
       keep(out);
+      // Without a pad, and then what is not finite.
+      for (bool spoilt : {false, true}) {
+        const float endless = INFINITY;
+        const size_t size = type == Float::f32 ? 4 : 2;
+        if (spoilt) memcpy(x.get(), reinterpret_cast<const char*>(&endless) + 4 - size, size);
+        bool finite = kernels_.encode(type, x.get(), rows, in, 32639.f, scales.get(), nullptr,
+                                      rounded.get(), rounded.get(), pool_);
+        trace_.exact += finite ? '1' : '0';
+        keep(scales), keep(rounded);
+      }
     }
   }
 

@@ -195,7 +195,7 @@ def _open_run(model: SavedModel, policy: str) -> Runner:
             model.directory,
             chosen,
             gpu,
-            MaskSettings(calibration=model.calibration),
+            MaskSettings(),
             shares_in_the_clear=True,
             connect_timeout_s=TIMEOUT_S,
             request_timeout_s=TIMEOUT_S,

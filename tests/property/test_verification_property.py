@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.integer import ring_product
-from tee_side.protect.calibration import norm_limit
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import MAX_SUM
 from tee_side.protect.verification import ExactCheck
 
 seeds = st.integers(0, 2**32 - 1)
@@ -15,7 +15,7 @@ elements = st.integers(-(2**31), 2**31 - 1)
 
 @st.composite
 def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight, and inputs of any direction and size that its range check lets through."""
+    """Return a weight, and inputs of any direction and size whose sums fit 32 bits."""
     out_features, in_features = draw(st.integers(2, 70)), draw(st.integers(2, 70))
     generator = torch.Generator().manual_seed(draw(seeds))
     largest = draw(st.integers(0, 127))
@@ -24,8 +24,8 @@ def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(draw(st.integers(1, 4)), in_features, generator=generator).double()
     if draw(st.booleans()):
         x[:, 1:] = 0  # one direction: the largest single element that there can be
-    limit = norm_limit(float(weight.double().norm(dim=1).max())) * draw(st.floats(0, 0.995))
-    x = x / x.norm(dim=1, keepdim=True) * limit
+    limit = MAX_SUM // max(1, int(weight.long().abs().sum(1).max())) * draw(st.floats(0, 1))
+    x = x / x.abs().amax(1, keepdim=True) * limit
     return weight, x.to(torch.int32)
 
 

@@ -64,6 +64,12 @@ _OTHER_VARIABLES = {_CONFIG, f"{PREFIX}_DEBUG"}
 # In the meta of a context: settings files that were read, with their content; the one to read.
 FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 
+# Names of before, and what is expected in their place.
+_GONE = dict.fromkeys(
+    ("calibrate", "calibration"),
+    "nothing: each row of integers has a scale of its own (tsqp accuracy says how good they are)",
+)
+
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
 PATH = click.Path(dir_okay=False, path_type=Path)
@@ -81,11 +87,20 @@ class Commands(click.Group):
         return sorted({*super().list_commands(ctx), *self._modules})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, or None."""
+        """Return a command, or None. Raises SettingsError for one of before."""
+        _require_still_there(cmd_name, cmd_name)
         if (module := self._modules.get(cmd_name)) is None:
             return super().get_command(ctx, cmd_name)
         found = import_module(f"tsqp.cli.{module}")
         return cast("click.Command", getattr(found, cmd_name.replace("-", "_")))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. Raises SettingsError for an option of before."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            _require_still_there(error.option_name, error.option_name.lstrip("-"))
+            raise
 
 
 class Model(click.types.StringParamType):
@@ -254,8 +269,15 @@ def _names_of(programs: Iterable[str]) -> set[str]:
     return {name for module in modules for name in names(module.command)}
 
 
+def _require_still_there(where: str, name: str) -> None:
+    """Raise SettingsError for a name of before, with what to do."""
+    if name in _GONE:
+        raise SettingsError(where, got="a name of before", expected=_GONE[name])
+
+
 def _require_known(where: str, name: str, known: Iterable[str]) -> None:
     """Raise SettingsError, with the nearest name, for one that is not among these."""
+    _require_still_there(where, name.removeprefix(f"{PREFIX}_").lower())
     names = sorted(known)
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)

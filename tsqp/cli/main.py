@@ -13,7 +13,7 @@ from tsqp.extras import needing
 from tsqp.run.process import EXIT_FAILURE, run
 
 # Commands that make keys, or read a text that may be private.
-_WITH_SECRETS = {"api-key", "audit", "calibrate", "keys", "keyserver", "provision", "seal"}
+_WITH_SECRETS = {"accuracy", "api-key", "audit", "keys", "keyserver", "provision", "seal"}
 # The commands of each module.
 _COMMANDS = {
     "bench": ("bench", "plan"),
@@ -21,7 +21,7 @@ _COMMANDS = {
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
     "guest_image": ("image", "measure"),
     "leak": ("leak",),
-    "model_files": ("calibrate", "manifest", "provision", "seal"),
+    "model_files": ("accuracy", "manifest", "provision", "seal"),
     "operate": ("api-key", "audit", "doctor", "health", "keys"),
 }
 _MODULES = {name: module for module, names in _COMMANDS.items() for name in names}

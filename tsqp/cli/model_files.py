@@ -1,4 +1,4 @@
-"""What is made of a model directory: calibration, manifest, transformed weights, a seal."""
+"""What is done with a model directory: accuracy, manifest, transformed weights, a seal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import click
 from protocol.errors import SettingsError, describe
 from tsqp.cli.config import CONTEXT, PATH, config_option, model_argument, takes
 from tsqp.cli.terminal import read_text
-from tsqp.run.process import bytes_for_people
+from tsqp.run.process import EXIT_FAILURE, bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory
 
 if TYPE_CHECKING:
     from tee_side.protect.masks.mask import Mask
-    from tee_side.words import Site
 
 
 @contextmanager
@@ -66,37 +65,26 @@ def _require_place(path: Path, *, force: bool) -> None:
     default=2048,
     help="How many of it to run; memory grows with them.",
 )
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Where to write; default: calibration.safetensors in MODEL.",
-)
-@click.option("--force", is_flag=True, help="Overwrite the file.")
 @config_option
-def calibrate(
+@click.pass_context
+def accuracy(
+    context: click.Context,
+    /,
     *,
     model: str,
     text: Path | None,
     token_ids: Path | None,
     tokens: int,
-    output: Path | None,
-    force: bool,
 ) -> None:
-    """Choose the activation scales of MODEL, for policies with integer arithmetic.
+    """Say how good MODEL is in integers, which `shielded` and other policies compute in.
 
     MODEL is a Hugging Face directory with safetensors weights, or "demo". Runs a text through it
-    here, in float32, and writes a small file. A model whose activations do not fit the integers
-    is refused.
+    here, once in float32 and once in integers, and compares the next tokens. Exits with 1 where
+    the model is poor: no policy that hides it from a service then answers as it should; `tee-only`
+    does.
     """
-    from tee_side.protect.calibration import CALIBRATION_FILE
-    from tsqp.calibrate import calibrate as run_calibration
-    from tsqp.calibrate import parse_ids, save_calibration, site_name
+    from tsqp.accuracy import MAX_KL_NATS, MAX_PERPLEXITY_RATIO, measure, parse_ids, site_name
 
-    directory = model_directory(model)
-    path = directory / CALIBRATION_FILE if output is None else output
-    # Before minutes of work, not after them.
-    _require_place(path, force=force)
     SettingsError.unless(
         text is None or token_ids is None, "--token-ids", "--text, too", "one of them"
     )
@@ -106,22 +94,18 @@ def calibrate(
         if token_ids is None
         else parse_ids(read_text(token_ids, "--token-ids"), f"--token-ids {token_ids}")
     )
-    errors: dict[Site, float] = {}
-    with _progress("calibrating") as show:
-
-        def progress(site: Site, error: float, total: int) -> None:
-            errors[site] = error
-            show(len(errors), total)
-
-        calibration = run_calibration(directory, content, tokens, progress, chunks=chunks)
-    save_calibration(calibration, path)
-    headroom, tightest = min((scales.headroom, site) for site, scales in calibration.sites.items())
-    error, worst = max((error, site) for site, error in errors.items())
-    click.echo(f"{path}: {len(errors)} sites, {calibration.tokens} tokens")
-    click.echo(
-        f"least headroom: {headroom:.1f} times the largest row seen, at {site_name(tightest)}"
-    )
-    click.echo(f"largest error of a product: {error:.2%}, at {site_name(worst)}")
+    with _progress("measuring") as progress:
+        found = measure(model_directory(model), content, tokens, progress, chunks=chunks)
+    score = found.score
+    click.echo(f"{model} in integers beside float32, over {score.tokens} next tokens:")
+    click.echo(f"perplexity: {score.perplexity_ratio:.4f} times")
+    click.echo(f"the same likeliest token: {score.agreement:.1%}")
+    click.echo(f"mean KL divergence: {score.kl_nats:.2g} nats")
+    click.echo(f"largest error of a product: {found.error:.2%}, at {site_name(found.worst)}")
+    bounds = f"{MAX_PERPLEXITY_RATIO} times, {MAX_KL_NATS} nats"
+    click.echo(f"{'good' if found.is_good else 'poor'} (good: at most {bounds})")
+    if not found.is_good:
+        context.exit(EXIT_FAILURE)
 
 
 @click.command(context_settings=CONTEXT)
@@ -146,11 +130,11 @@ def calibrate(
 def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: bool) -> None:
     """Write the digests of everything in MODEL that the TEE reads, where you trust the disk.
 
-    MODEL is a Hugging Face directory with safetensors weights, or "demo"; calibrate first, as the
-    scales are pinned, too. tee-runner --manifest then refuses a directory that differs in a byte,
-    and every policy, settings file, service key and mask of yours that --also did not name.
-    A host that can write to the disk can change a manifest on it: keep the printed digest where it
-    cannot, and give it to tee-runner --manifest-digest.
+    MODEL is a Hugging Face directory with safetensors weights, or "demo". tee-runner --manifest
+    then refuses a directory that differs in a byte, and every policy, settings file, service key
+    and mask of yours that --also did not name. A host that can write to the disk can change a
+    manifest on it: keep the printed digest where it cannot, and give it to tee-runner
+    --manifest-digest.
     """
     from protocol.model.at_rest import MANIFEST_FILE
     from tsqp.model_at_rest import make_manifest
@@ -330,8 +314,8 @@ def seal() -> None:
 def seal_model(*, model: str, to: Path, output: Path) -> None:
     """Encrypt the files of MODEL into the directory DIR.
 
-    MODEL is a Hugging Face directory, or "demo"; calibrate first. Run it where model and key may be
-    seen. A host that can write to the disk can put an older seal back: keep the printed digest
+    MODEL is a Hugging Face directory, or "demo". Run it where model and key may be seen. A host
+    that can write to the disk can put an older seal back: keep the printed digest
     where it cannot, and give it to tee-runner --seal-digest.
     """
     from tsqp.key_files import SEAL_KEY

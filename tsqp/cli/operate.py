@@ -36,7 +36,7 @@ from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 
 _OF_A_RUN = (
-    *("gpu", "policy", "calibration", *BANK),
+    *("gpu", "policy", *BANK),
     *("identity", "service_key", "service_appraisal", "shares_in_the_clear"),
     *("http_token", "http_ca", "manifest", "manifest_digest"),
 )

@@ -162,7 +162,7 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
 def settings_digest(settings: Settings, **resolved: object) -> bytes:
     """Return SHA-256 over the settings that are claimed; no file is read.
 
-    The manifest pins the calibration. A key server is told the digest before MODEL can be read.
+    A key server is told the digest before MODEL can be read.
     `resolved`: what settings came to mean, in their place.
     """
     said = dict(claims(settings)) | resolved

@@ -173,7 +173,6 @@ def open_runner(
             policy=policy,
             gpu=settings.gpu,
             masks=MaskSettings(
-                calibration=settings.calibration,
                 key=settings.key,
                 bank=bank_place(settings),
                 when_out=settings.when_out,

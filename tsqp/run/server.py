@@ -30,8 +30,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import native
 from protocol.errors import EndpointError, ResumedError, SettingsError
-from protocol.model.files import read_bytes
-from tee_side.protect.calibration import calibration_path
 from tee_side.protect.resumption import ResumeWatch, watch
 from tee_side.runner import Runner
 from tee_side.serve.answers import OfferedModel
@@ -45,7 +43,6 @@ from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.schema import ApiError, loading
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
-from tsqp.model_at_rest import MAX_FILE_BYTES
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.server_settings import ServeSettings
@@ -287,7 +284,7 @@ def _app(
         tokenizer=runner.tokenizer,
         max_model_len=runner.engine.context,
         default_max_tokens=settings.default_max_tokens,
-        system_fingerprint=_fingerprint(runner, settings.calibration),
+        system_fingerprint=_fingerprint(runner),
         created=int(time.time()),
         pooling=settings.pooling,
     )
@@ -326,17 +323,14 @@ def _app(
     return app if identity is None else Sealing(app, identity.hpke_key)
 
 
-def _fingerprint(runner: Runner, calibration: Path | None) -> str:
+def _fingerprint(runner: Runner) -> str:
     """Name everything beside the request that the bits of an answer depend on.
 
     The version and the kernels' variant are written out. The rest is a digest: model, policy,
-    calibration, dtype, and for sampling torch's version and the instructions that it has chosen.
+    dtype, and for sampling torch's version and the instructions that it has chosen.
     """
-    said = [runner.model_digest, policy_digest(runner.policy).hex(), str(runner.dtype)]
-    said += [version("torch"), torch.backends.cpu.get_cpu_capability()]
-    if runner.policy.arithmetic == "int8":
-        path = calibration_path(runner.settings.model, calibration)
-        said.append(hashlib.sha256(read_bytes(path, MAX_FILE_BYTES, inside=False)).hexdigest())
+    said = [runner.model_digest, runner.linear_digest or "", policy_digest(runner.policy).hex()]
+    said += [str(runner.dtype), version("torch"), torch.backends.cpu.get_cpu_capability()]
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"
 

@@ -244,9 +244,6 @@ class RunSettings(ComputeSettings):
         metavar="HEX",
         pins=True,
     )
-    calibration: Path | None = local_file(
-        "Activation scales for int8 policies; default: calibration.safetensors in MODEL."
-    )
     key: Path | None = file_setting("Key of a feature mask, of tsqp provision.", secret=True)
     bank: Path | None = file_setting(
         "Pads made ahead by tee-runner pads make; default: made in memory, on the way."

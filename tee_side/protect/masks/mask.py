@@ -208,7 +208,8 @@ class Pad(AdditiveMask):
         "none while every pad is used once; a host that restores an old index file of a pad bank"
         " makes pads repeat (docs/limitations.md); lengths and timing stay visible, and whether and"
         " when the service answers is its own choice; where the policy does not verify results, one"
-        " that lies learns from whether the run then fails (activation range, end of text)"
+        " that lies learns from whether the run then fails (end of text, numbers that are not"
+        " finite)"
     )
     broken: ClassVar[bool] = False
     uniform: ClassVar[bool] = True
@@ -242,8 +243,8 @@ class Shares(SharingMask):
     known_break: ClassVar[str] = (
         "the two services together: their shares add up to the input; lengths and timing stay"
         " visible, and whether and when a service answers is its own choice; where the policy does"
-        " not verify results, one that lies learns from whether the run then fails (activation"
-        " range, end of text)"
+        " not verify results, one that lies learns from whether the run then fails (end of text,"
+        " numbers that are not finite)"
     )
     broken: ClassVar[bool] = False
     uniform: ClassVar[bool] = True

@@ -28,11 +28,10 @@ class BackgroundMaker:
 
     `wanted`: for how many tokens pads should be made now, under a load. `make`: makes them, and
     fails with TsqpError where that is no mistake of this program: a full disk, weights that
-    changed. It is called again when the load changes; `failure` is what it met last. None: what
-    cannot be made is never wanted.
+    changed. It is called again when the load changes; `failure` is what it met last.
     """
 
-    def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None] | None) -> None:
+    def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None]) -> None:
         self.failure: TsqpError | None = None
         self._wanted, self._make = wanted, make
         # Guards all below; `wanted` may be another number when it is notified.
@@ -97,7 +96,7 @@ class BackgroundMaker:
     def _run(self) -> None:
         os.nice(_NICENESS)  # on Linux, of this thread
         try:
-            while self._make is not None and (tokens := self._next_batch()):
+            while tokens := self._next_batch():
                 failure: TsqpError | None = None
                 try:
                     self._make(tokens)

@@ -134,15 +134,15 @@ class Pads:
     Micro-batches draw from a `PadLane` each, once `ready` has said that there are enough.
     `when_out`: make more while the run waits, have the TEE compute rows that get none, or refuse
     them. `fill`: makes pads for so many tokens more, and puts them into the store, as `fill_pads`
-    does; None in a TEE without linear weights, which cannot make any. `ahead`: tokens that pads are
-    kept ready for while nothing runs, None for all that the store has room for; beside steps, half
-    of them. `decode_share`: of these, what a prompt leaves to decode; None where it need not.
+    does. `ahead`: tokens that pads are kept ready for while nothing runs, None for all that the
+    store has room for; beside steps, half of them. `decode_share`: of these, what a prompt leaves
+    to decode; None where it need not.
     `on_wait` is told how many are missing. `store` counts what there is.
     """
 
     mask: AdditiveMask
     store: PadStore
-    fill: Callable[[int], None] | None
+    fill: Callable[[int], None]
     when_out: WhenOut
     _: KW_ONLY
     ahead: int | None = None
@@ -179,9 +179,6 @@ class Pads:
         if available < rows and self.when_out == "wait":
             self.waited += 1
             self.store.check_usable()
-            if self.fill is None:
-                got = "no linear weights to make more from"
-                raise PadsExhaustedError("pads", got, f"{rows} in the bank")
             PadsExhaustedError.unless(
                 rows <= self.store.capacity,
                 "pads",

@@ -1,28 +1,19 @@
 """The process that measures: each case as often as the plan says, and where its time went."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from protocol.messages import FUSED_MODULES, TensorReply, Timing
-from protocol.model.checkpoint import (
-    Checkpoint,
-    light_tensors,
-    linear_digest,
-    linear_tensors,
-    model_digest,
-)
+from protocol.messages import TensorReply, Timing
+from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
-from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange
 from protocol.tensors import from_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tests.kit.model import Models
 from tsqp.lab.bench import prepare, worker
 from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, tee_parts
@@ -122,11 +113,8 @@ def test_stages_add_up_by_operator_and_layer() -> None:
 def test_a_hollow_model_is_one_for_which_zeros_are_right(
     saved_model: Models, tmp_path: Path
 ) -> None:
-    """The model's own embedding, norms and scales of inputs; the other weights are zeros."""
-    model = saved_model("qwen2", num_hidden_layers=2)
-    given = tmp_path / "given"
-    shutil.copytree(model.directory, given)
-    shutil.copy(model.calibration, given / CALIBRATION_FILE)
+    """The model's own embedding and norms; the other weights are zeros."""
+    given = saved_model("qwen2", num_hidden_layers=2).directory
     made = prepare.write_hollow(given, tmp_path / "hollow")
     config = read_config(made)
     source, hollow = Checkpoint(given), Checkpoint(made)
@@ -138,12 +126,6 @@ def test_a_hollow_model_is_one_for_which_zeros_are_right(
         assert torch.equal(hollow.rows(name, 0, shape[0]), source.rows(name, 0, shape[0]))
     for name, shape in zeros.items():
         assert not hollow.rows(name, 0, shape[0]).any()
-    digests = model_digest(config, hollow), linear_digest(config, hollow)
-    scales = Calibration.load(made / CALIBRATION_FILE, config, *digests)
-    for layer in range(config.num_hidden_layers):
-        for operator in FUSED_MODULES:
-            weights = load_quantized(hollow, config, layer, operator)
-            scales.check_weights((layer, operator), weights.scale, weights.max_row_norm())
 
 
 ONE_B = find_shape("llama-3.2-1b").config()

@@ -1,7 +1,5 @@
 """A small model, once for all tests of the laboratory."""
 
-import shutil
-
 import pytest
 
 from tests.kit.leaks import make_begun_model
@@ -11,9 +9,7 @@ from tsqp.lab.leak.public import PublicModel
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
-    made = make_begun_model(tmp_path_factory.mktemp("begun"))
-    shutil.copy(made.calibration, made.directory)
-    return made
+    return make_begun_model(tmp_path_factory.mktemp("begun"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from protocol.messages import FUSED_MODULES
 from tests.kit.leaks import (
@@ -65,6 +66,23 @@ def test_a_row_is_its_tokens_own_or_any_that_is_left() -> None:
     matcher.found(seen, rows[1])
     matcher.found(seen, rows[1])
     assert (seen.left, *matcher.distances(seen, 2, rows)) == ([], *[torch.inf] * 3)
+
+
+@each_row("ordered", [True, False])
+def test_integers_are_compared_whatever_the_scales_of_their_rows_are(ordered: bool) -> None:
+    """In the look-up of a dictionary, in a search, and where a row that was taken is used up."""
+    states = torch.tensor([[1.0, 2.0, 4.0], [40.0, 20.0, 10.0], [0.1, -0.4, 0.2]])
+    scaled = normalize(states * torch.tensor([[300.0], [7.0], [2e4]]), dim=-1)
+    seen = Observed(FIRST, scaled, 3, 1e-3, [0, 1, 2], integers=True)
+    matcher = FeatureMatcher(ordered=ordered)
+    for token in range(3):
+        distances = matcher.distances(seen, token, states)
+        near = {token} if ordered else set(seen.left)
+        assert {*(distances < 1e-6).nonzero()[:, 0].tolist()} == near
+        if ordered:
+            assert torch.allclose(matcher.look_up(seen, states)[token], distances, atol=1e-5)
+        matcher.found(seen, states[token])
+    assert seen.left == ([0, 1, 2] if ordered else [])
 
 
 @each_row(("sessions", "tokens"), [(1, 1), (2, 4), (3, 50)])

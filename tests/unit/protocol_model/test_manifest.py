@@ -20,13 +20,10 @@ from protocol.model.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     linear_digest,
-    model_digest,
 )
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
-from tests.kit.model import SavedModel
 from tests.kit.rows import each_row
 from tsqp.model_at_rest import make_manifest
 from tsqp.run.settings import model_directory
@@ -38,9 +35,8 @@ Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture
-def directory(directory: Path, saved_model: Callable[..., SavedModel]) -> Path:
+def directory(directory: Path) -> Path:
     """A model with all the small files that there may be."""
-    shutil.copy(saved_model("llama").calibration, directory / CALIBRATION_FILE)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_directory("demo") / name, directory / name)
     assert {path.name for path in directory.iterdir()} == {*PINNED_FILES, SINGLE_FILE}
@@ -144,20 +140,12 @@ def test_what_was_verified_is_in_memory_of_its_own(
     assert torch.equal(checkpoint.rows(FINAL_NORM, 0, 48), expected)
 
 
-def _calibration(path: Path, pinned: Manifest) -> Calibration:
-    config = read_config(path.parent)
-    return Calibration.load(
-        path, config, model_digest(config, Checkpoint(path.parent)), manifest=pinned
-    )
-
-
 FILE_READERS: dict[str, Callable[[Path, Manifest], object]] = {
     "config.json": read_config,
     "generation_config.json": read_config,
     "tokenizer.json": Tokenizer,
     "tokenizer_config.json": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
     "chat_template.jinja": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
-    CALIBRATION_FILE: lambda d, m: _calibration(d / CALIBRATION_FILE, m),
 }
 
 
@@ -178,9 +166,8 @@ def test_a_file_that_differs_or_is_gone_is_refused_by_name(
         assert caught.value.expected == f"SHA-256 {dict(pinned.files)[name]}{SAID}"  # type: ignore[index]
         path.unlink()
         # A missing generation_config.json means other EOS ids, which is the owner's to choose.
-        if name != CALIBRATION_FILE:
-            with pytest.raises(ManifestError, match=f"{name}: got no such file, .* the manifest"):
-                read(directory, pinned)
+        with pytest.raises(ManifestError, match=f"{name}: got no such file, .* the manifest"):
+            read(directory, pinned)
         path.write_bytes(content)
 
 
@@ -191,10 +178,8 @@ def test_a_file_that_is_not_pinned_counts_as_absent(directory: Path, pinned: Man
     assert read_config(directory, without).eos_token_ids == frozenset()
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
         Tokenizer(directory, without)
-    elsewhere = shutil.copy(directory / CALIBRATION_FILE, directory / "scales")
-    _calibration(elsewhere, pinned)
-    with pytest.raises(ManifestError, match="scales: got a file that the manifest does not name"):
-        _calibration(elsewhere, without)
+    with pytest.raises(ManifestError, match="got a file that the manifest does not name"):
+        files.read_json(directory / "generation_config.json", without)
 
 
 @each_row(

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from protocol.curve import ClientKeys, HttpAccess
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import (
-    CalibrationError,
     KernelError,
     ModelError,
     ModelMismatchError,
@@ -29,7 +28,7 @@ from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.remote.services.plan import largest_reply
 from tee_side.runner import Runner, RunnerSettings
-from tee_side.words import OPERATORS
+from tee_side.words import OPERATORS, Verify
 from tests.kit.model import LoopbackChannel, Models, SavedModel, with_results
 from tests.kit.rows import each_row
 
@@ -145,22 +144,14 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
         ("tee-only", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy tee-only runs"),
         ("two-server", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy two-server"),
         ("shielded", {"key": Path("k")}, "--key: got k, expected nothing: .* a feature mask"),
-        (
-            "published",
-            {"calibration": Path("c")},
-            "--calibration: got c, expected nothing: .* int8",
-        ),
-        ("shielded", {}, "tsqp calibrate"),
         ("stip", {}, "--key: got none"),
     ],
 )
 def test_files_are_those_that_the_policy_has_a_use_for(
     saved_model: Models, policy: str, masks: dict[str, Any], said: str
 ) -> None:
-    settings = _settings(saved_model("llama"), policy)
-    if masks or policy in ("shielded", "stip"):
-        settings = replace(settings, masks=MaskSettings(**masks))
-    with pytest.raises((SettingsError, CalibrationError), match=said):
+    settings = replace(_settings(saved_model("llama"), policy), masks=MaskSettings(**masks))
+    with pytest.raises(SettingsError, match=said):
         Runner(settings)
 
 
@@ -174,20 +165,16 @@ def test_a_policy_that_does_not_fit_the_model_is_refused_before_a_service_is_ask
     policy["operators"] = {**dict.fromkeys(OPERATORS, "tee"), "o_proj": gap}
     with pytest.raises(PolicyError, match="policy gap: o_proj: layer 2"):
         Runner(replace(settings, policy=Policy.model_validate(policy)))
-    # Pads need a bank or the weights, and so does verification.
-    given = _settings(model, "shielded-prefill")
+    # Integers need the weights, and so does verification.
     light = Path(shutil.copytree(model.directory, tmp_path / "light"))
     tensors = load_file(light / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
     save_file(kept, light / "model.safetensors")
-    for chosen, where, got in (
-        (given.policy, 'verify = "freivalds"', "no model.layers.0.self_attn.q_proj.weight and "),
-        (with_results(given.policy, "none"), "mask pad", "no --bank, and not all linear weights"),
-    ):
-        with pytest.raises(PolicyError) as caught:
-            Runner(replace(given, model=light, policy=chosen))
-        assert caught.value.where == f"policy shielded-prefill: {where}"
-        assert caught.value.got.startswith(got)
+    known: dict[str, Verify] = {"two-server": "none", "shielded": "none", "published": "freivalds"}
+    for name, verify in known.items():
+        given = replace(_settings(model, name), model=light, policy=with_results(name, verify))
+        with pytest.raises(ModelError, match=r"_proj\.weight: got no such tensor"):
+            Runner(given)
 
 
 def test_a_tee_whose_int8_products_saturate_is_refused(

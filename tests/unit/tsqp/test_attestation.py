@@ -102,9 +102,9 @@ def test_an_option_that_matters_is_claimed_and_where_things_are_is_not(
 ) -> None:
     assert getattr(USUAL, name) != value
     assert settings_digest(replace(USUAL, **{name: value})) != settings_digest(USUAL)
-    # A key server is told of the options before MODEL opens; the manifest pins calibration.
+    # A key server is told of the options before MODEL opens.
     given = replace(USUAL, api_keys=Path("a"))
-    elsewhere = replace(given, port=1, model="/nowhere", calibration=Path("/nowhere/scales"))
+    elsewhere = replace(given, port=1, model="/nowhere")
     assert settings_digest(elsewhere) == settings_digest(given)
     assert settings_digest(replace(given, api_keys=Path("b"))) == settings_digest(given)
 

@@ -56,7 +56,6 @@ def test_the_page_on_policies_agrees_with_their_files(name: str) -> None:
     assert (row[-1], "(default)" in row[0]) == (entry.standing, name == "shielded")
     assert all(f"under `{mask}`" in row[3] for mask in entry.described()["masks"])
     assert row[4].replace("no service", "0 services").startswith(str(entry.policy.services))
-    assert ("`tsqp calibrate`" in row[4]) == (entry.policy.arithmetic == "int8")
 
 
 def test_the_page_for_operators_names_all_metrics_and_events() -> None:

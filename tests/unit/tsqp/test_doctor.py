@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -26,27 +25,24 @@ def examined(model: Path | str, *arguments: str) -> tuple[int, Found]:
 
 def test_a_run_that_would_start_lacks_nothing(tmp_path: Path) -> None:
     bank = ["--bank", str(tmp_path / "bank"), "--bank-key-beside-bank"]
-    copy = tmp_path / "copy"
-    shutil.copytree(model_directory("demo"), copy)
-    made = CliRunner().invoke(tee_runner, ["pads", "make", str(copy), "--tokens", "2", *bank])
+    demo = model_directory("demo")
+    made = CliRunner().invoke(tee_runner, ["pads", "make", str(demo), "--tokens", "2", *bank])
     assert made.exit_code == 0, made.output
     options = ("--arithmetic", "int8", "--threads", "1")
-    with running_service(copy, f"unix://{tmp_path}/s", *options) as service:
-        status, found = examined(copy, "--gpu", service.endpoint, *bank)
+    with running_service(demo, f"unix://{tmp_path}/s", *options) as service:
+        status, found = examined(demo, "--gpu", service.endpoint, *bank)
         assert status == 0, found
         states = {name: one["state"] for name, one in found.items() if name != "clock"}
-        files = ("model", "policy", "linear weights", "tokenizer", "calibration", "bank")
+        files = ("model", "policy", "linear weights", "tokenizer", "bank")
         assert states == dict.fromkeys([*files, "entropy", f"service {service.endpoint}"], "ok")
         assert found["bank"]["detail"] == "2 of 2 pads left"
         (tmp_path / "bank").unlink()
-        (copy / "calibration.safetensors").unlink()
-        status, found = examined(copy, "--gpu", service.endpoint, *bank)
+        status, found = examined(demo, "--gpu", service.endpoint, *bank)
     assert (status, found["bank"]["state"]) == (1, "missing")
     assert "tee-runner pads make" in found["bank"]["remedy"]
-    assert found["calibration"]["remedy"] == f"tsqp calibrate {copy}"
     status, found = examined("demo", "--policy", "tee-only")  # nothing leaves
     assert status == 0
-    assert not {"calibration", "bank", "keys"} & found.keys()
+    assert not {"bank", "keys"} & found.keys()
 
 
 def test_a_generator_without_a_seed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ Answer: TypeAlias = str | Case | Timeline | RequestTimes | Finished
 
 
 def needs_linear(policy: Policy, config: ModelConfig) -> bool:
-    """Whether the TEE needs linear weights: to compute with, to quantise, or to make pads."""
+    """Whether the TEE needs linear weights: to compute, to scale results, or to make pads."""
     return (
         policy.arithmetic == "int8"
         or bool(policy.sites_here(config.num_hidden_layers))

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from protocol.errors import ModelError, PolicyError
+from protocol.errors import PolicyError
 from protocol.model.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -35,24 +34,20 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
 from protocol.model.weights import load_tensor, weight_rows
 from tee_side.policy.placement import Policy
-from tee_side.protect.calibration import CALIBRATION_FILE, Calibration
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
 from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
-from tsqp.calibrate import calibrate_on, save_calibration
 from tsqp.lab.bench.job import Measuring, pad_phases
 from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.measure import cpu_ns, in_fresh_process, random_ids
+from tsqp.lab.measure import cpu_ns, in_fresh_process
 from tsqp.processes import start_service
 from tsqp.run.bank import PAD_BATCH, pad_layouts
 
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.
 _BLOCK = 4_194_301
-# Enough for scales; a model that is to answer well is calibrated with `tsqp calibrate`.
-_CALIBRATION_TOKENS = 24
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
@@ -125,29 +120,20 @@ def endless(model: Path, beside: Path) -> Path:
     """
     if not read_config(model).eos_token_ids:
         return model
-    # generation_config.json names further EOS ids.
-    made = _like(model, beside / "endless", "config.json", "generation_config.json")
+    made = beside / "endless"
+    made.mkdir()
+    for file in model.iterdir():
+        # generation_config.json names further EOS ids.
+        if file.is_file() and file.name not in ("config.json", "generation_config.json"):
+            # Under another name, and copied where the file system or its owner forbids that. A
+            # symbolic link that leads out of a model's directory would be refused.
+            try:
+                (made / file.name).hardlink_to(file.resolve())
+            except OSError:
+                shutil.copyfile(file, made / file.name)
     content = read_json(model / "config.json") | {"eos_token_id": None}
     (made / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return made
-
-
-def calibration(model: Path, beside: Path) -> Path:
-    """Return a directory of the model with scales, made from random token ids if it has none.
-
-    `beside`: a folder to make it in: a model that was given is not written to.
-    """
-    if (model / CALIBRATION_FILE).exists():
-        return model
-    ModelError.unless(
-        Checkpoint(model).holds(linear_tensors(read_config(model))),
-        str(model),
-        "no linear weights and no calibration",
-        "one of them",
-    )
-    calibrated = _like(model, beside / "calibrated")
-    in_fresh_process(_calibrate, calibrated)
-    return calibrated
 
 
 def write_hollow(source: Path, target: Path) -> Path:
@@ -155,8 +141,7 @@ def write_hollow(source: Path, target: Path) -> Path:
 
     The embedding is the model's, also where the model's LM head is the same matrix. For services
     that answer with zeros, which is right then: results of a verified policy pass their checks, at
-    the same cost as those of any weights. Scales of inputs are those of the model, if it has a
-    calibration.
+    the same cost as those of any weights.
     """
     target.mkdir()
     config, checkpoint = read_config(source), Checkpoint(source)
@@ -178,45 +163,7 @@ def write_hollow(source: Path, target: Path) -> Path:
     weight_map = {name: file for file, names in files.items() for name in names}
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (target / INDEX_FILE).write_text(index, encoding="utf-8")
-    if (source / CALIBRATION_FILE).exists():
-        digests = model_digest(config, checkpoint), linear_digest(config, checkpoint)
-        found = Calibration.load(source / CALIBRATION_FILE, config, *digests)
-        made = Checkpoint(target)
-        scales = replace(
-            found,
-            # Weights of zeros have the scale 1.
-            sites={
-                site: replace(one, weight_scale=torch.ones_like(one.weight_scale))
-                for site, one in found.sites.items()
-            },
-            model_digest=model_digest(read_config(target), made),
-            linear_digest=linear_digest(config, made) or "",
-        )
-        save_calibration(scales, target / CALIBRATION_FILE)
     return target
-
-
-def _like(model: Path, made: Path, *without: str) -> Path:
-    """Make a directory with the files of a model but for some; return it.
-
-    Files get another name there, and are copied where the file system or their owner forbids that.
-    A symbolic link that leads out of a model's directory would be refused.
-    """
-    made.mkdir()
-    for file in model.iterdir():
-        if file.is_file() and file.name not in without:
-            try:
-                (made / file.name).hardlink_to(file.resolve())
-            except OSError:
-                shutil.copyfile(file, made / file.name)
-    return made
-
-
-def _calibrate(directory: Path) -> None:
-    config = read_config(directory)
-    ids = random_ids(config.vocab_size, _CALIBRATION_TOKENS, seed=1)
-    made = calibrate_on(config, Checkpoint(directory), ids.tolist())
-    save_calibration(made, directory / CALIBRATION_FILE)
 
 
 # --------------------------------------------------------------------------------------- pads

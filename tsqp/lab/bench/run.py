@@ -250,9 +250,6 @@ class Bench:
                 prepare.write_random_model, folder / "model", self._shape, self._linear
             )
         model = prepare.endless(given, folder)
-        if any(policy.arithmetic == "int8" for _, policy in self._all_policies):
-            self._say("choosing scales for int8 arithmetic")
-            model = prepare.calibration(model, folder)
         hollow = (
             in_fresh_process(prepare.write_hollow, model, folder / "hollow")
             if self._hollow

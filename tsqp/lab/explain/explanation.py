@@ -99,7 +99,6 @@ class Needs(Document):
     services: int
     attested: Attested
     arithmetic: Arithmetic
-    calibration: bool
     key: str | None
     pads: tuple[PadsNeeded, ...]
 
@@ -163,7 +162,6 @@ def explain(
         services=policy.services,
         attested=policy.service.attested,
         arithmetic=policy.served_arithmetic,
-        calibration=policy.arithmetic == "int8",
         key=feature.name if feature else None,
         pads=tuple(
             PadsNeeded(
@@ -385,8 +383,6 @@ def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
     if needs.services and needs.attested != "none":
         services += f", by {needs.attested} evidence (gpu-service --attest, --service-appraisal)"
     yield "services", services
-    if needs.calibration:
-        yield "calibration", "calibration.safetensors, by tsqp calibrate MODEL"
     if needs.key:
         yield "key", f"--key FILE, by tsqp provision --mask {needs.key}, and its weights"
     for pads in needs.pads:

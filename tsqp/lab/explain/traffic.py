@@ -2,7 +2,7 @@
 
 Nothing is estimated. The operators that a policy places on the GPU are built as for a run and
 called with zeros of a step's shapes; what they send is encoded as for the wire and counted. Neither
-weights nor services, keys, calibration or pads are needed: sizes do not depend on their contents.
+weights nor services, keys or pads are needed: sizes do not depend on their contents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from protocol.tensors import WireTensor, from_torch
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
-from tee_side.protect.calibration import SiteScales
 from tee_side.protect.masking import Hide, MaskRules, linear_masking
 from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked
 from tee_side.protect.masks.research import FeatureMask, KeyedTransform
@@ -258,9 +257,7 @@ class StepTraffic:
             linear = plan_linear(
                 site,
                 # What scales there are does not change a size.
-                IntegerSite(SiteScales(1.0, torch.ones(width), 1.0, 1.0), dtype=dtype)
-                if integers
-                else FloatSite(),
+                IntegerSite(torch.ones(width), None, dtype, 127) if integers else FloatSite(),
                 self._hide(mask, site),
                 MaskRules(mask),
                 UNVERIFIED,  # results are zeros, and what they are checked with sends nothing

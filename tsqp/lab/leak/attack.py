@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch.nn.functional import normalize
 
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
@@ -299,14 +300,12 @@ class View:
     disks: tuple[bytes, ...] = ()
 
     def rows(self, call: Call) -> torch.Tensor:
-        """Return the rows of a request as floats [R, I]; integers by the public scales.
+        """Return the rows of a request as floats [R, I]; integers at length 1, so up to a factor.
 
-        Raises CalibrationError where there are none.
+        Each row of integers has a scale of its own, which stays in the TEE.
         """
-        rows_RI, (layer, operator) = call.rows, call.where
-        if rows_RI.dtype != torch.int32 or layer is None or not is_linear(operator):
-            return rows_RI.float()
-        return rows_RI.float() * self.public.scales.sites[layer, operator].input_scale
+        rows_RI = call.rows.float()
+        return normalize(rows_RI, dim=-1) if call.rows.dtype == torch.int32 else rows_RI
 
     def calls_at(self, where: Where) -> Iterator[tuple[int, TraceStep, Call]]:
         """Yield each step in which something was asked for: its session, itself, the request."""

@@ -17,10 +17,8 @@ import torch
 from protocol.errors import TsqpError
 from protocol.model.config import read_config
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.protect.calibration import CALIBRATION_FILE
 from tee_side.words import PHASES
 from tsqp.catalogue import PolicyEntry
-from tsqp.lab.bench import prepare
 from tsqp.lab.bench.results import Report as BenchReport
 from tsqp.lab.leak.attack import Attack, Reading, View, Where, Work, place_name
 from tsqp.lab.leak.model import (
@@ -151,13 +149,10 @@ class AttackRunner:
         self._publics: dict[bool, PublicModel] = {}
         self._controls: dict[str, Recording] = {}
         self._results: dict[tuple[str, str, bool], Control] = {}
-        # Of integers, once there are any.
-        self._calibration: Path | None = None
 
     def do(self, task: AttackTask) -> Outcome:
         """Do a task. An error of its own, or of an attack, ends this task alone."""
         try:
-            self._calibrate(task.policy)
             work = self.curve if task.noisy else self.attack
             return task.name, work(task.policy), ""
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of any attack; raised at the end
@@ -324,11 +319,9 @@ class AttackRunner:
             beside = Path(inspect.getfile(kind)).parent / name
             path = str(beside) if name.endswith((".toml", ".py")) else name
             if path not in self._controls:
-                controlled = load_policy(path)
-                self._calibrate(controlled)
                 few = min(self.settings.new_tokens, _CONTROL_TOKENS)
                 self._controls[path] = play(
-                    controlled,
+                    load_policy(path),
                     self.settings.prompts[:_CONTROL_SESSIONS],
                     replace(self.settings, new_tokens=few),
                     self._new_folder(),
@@ -352,15 +345,6 @@ class AttackRunner:
             )
         return self._results[key]
 
-    def _calibrate(self, policy: Policy) -> None:
-        """Have scales for integers; they are no secret, and the attacker gets them, too."""
-        if policy.arithmetic == "int8" and self._calibration is None:
-            self._watch.doing("choosing scales")
-            model = prepare.calibration(self.settings.model, self._folder)
-            self.settings = replace(self.settings, model=model)
-            self._calibration = model / CALIBRATION_FILE
-            self._publics.clear()
-
     def _view(
         self, recording: Recording, service: int, sessions: int, *, noisy: bool = False
     ) -> View:
@@ -372,7 +356,6 @@ class AttackRunner:
         if clear not in self._publics:
             self._publics[clear] = PublicModel(
                 base or settings.model,
-                self._calibration,
                 settings.model if base is not None and clear else None,
             )
         return View(

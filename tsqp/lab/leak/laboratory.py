@@ -21,7 +21,7 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import is_path
 from tee_side.words import OPERATORS, PHASES, PRODUCTS
-from tsqp.calibrate import default_text
+from tsqp.accuracy import default_text
 from tsqp.lab.bench.job import BenchSettings, Plan
 from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.results import Report as BenchReport

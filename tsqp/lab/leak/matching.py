@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import ClassVar, TypeAlias
 
 import torch
+from torch.nn.functional import normalize
 
 from tsqp.lab.leak.attack import (
     TOP,
@@ -50,7 +51,8 @@ class Observed:
     `rows_RI`: what crossed, as floats; with more rows than tokens a mask has added some among them,
     and no row says which token's it is. `tokens`: of its step. `certain`: a relative distance that
     only the right candidate comes below, by the digits that crossed. `left`: rows that belong to
-    no token that was read.
+    no token that was read. `integers`: whether rows crossed as such, so that only their directions
+    are known; see `View.rows`.
     """
 
     where: Where
@@ -58,6 +60,11 @@ class Observed:
     tokens: int
     certain: float
     left: list[int]
+    integers: bool = False
+
+    def as_crossed(self, states_NI: torch.Tensor) -> torch.Tensor:
+        """Return candidates as comparable with the rows: beside integers at length 1 as well."""
+        return normalize(states_NI, dim=-1) if self.integers else states_NI
 
 
 class LastMade:
@@ -97,8 +104,9 @@ class FeatureMatcher:
     """An invariant of a mask, at one place: features of rows that the mask leaves alone.
 
     Rows are compared by them one with one; a subclass that compares otherwise has `distances` of
-    its own. `ordered`: whether rows stand in the order of tokens, so that the first layer names
-    each by itself; otherwise any row that is left may be a token's.
+    its own, and passes candidates through `Observed.as_crossed` unless it is blind to lengths.
+    `ordered`: whether rows stand in the order of tokens, so that the first layer names each by
+    itself; otherwise any row that is left may be a token's.
     """
 
     def __init__(self, *, ordered: bool = True) -> None:
@@ -123,7 +131,7 @@ class FeatureMatcher:
         rows_RI = observed.rows_RI[rows]
         if not len(rows_RI):
             return torch.full((len(states_NI),), float("inf"))
-        table_NX = self._features.of(states_NI, self.of_candidates)
+        table_NX = self._table(observed, states_NI)
         return self.pairwise(self.of_observed(rows_RI), table_NX).amin(0)
 
     def look_up(self, observed: Observed, table_VI: torch.Tensor) -> torch.Tensor:
@@ -132,7 +140,7 @@ class FeatureMatcher:
         By one product for all rows, where each is a token's.
         """
         if self.tells(observed):
-            table_VX = self._features.of(table_VI, self.of_candidates)
+            table_VX = self._table(observed, table_VI)
             return self.pairwise(self.of_observed(observed.rows_RI), table_VX)
         return torch.stack(
             [self.distances(observed, token, table_VI) for token in range(observed.tokens)]
@@ -143,6 +151,11 @@ class FeatureMatcher:
         sizes_R1 = torch.linalg.vector_norm(rows_RX, dim=-1, keepdim=True).clamp(min=1e-30)
         return apart(rows_RX, table_NX, self._squares.of(table_NX, squares)).div_(sizes_R1)
 
+    def _table(self, observed: Observed, states_NI: torch.Tensor) -> torch.Tensor:
+        return self._features.of(
+            states_NI, lambda given_NI: self.of_candidates(observed.as_crossed(given_NI))
+        )
+
     def tells(self, observed: Observed) -> bool:
         """Whether rows say whose they are."""
         return self.ordered and len(observed.rows_RI) == observed.tokens
@@ -151,7 +164,7 @@ class FeatureMatcher:
         """Use up the row that is nearest to what was taken, where any may be a token's."""
         if observed.left and not self.ordered:
             rows = self.of_observed(observed.rows_RI[observed.left])
-            taken = self.of_candidates(state_I[None])
+            taken = self.of_candidates(observed.as_crossed(state_I[None]))
             del observed.left[int(torch.cdist(taken, rows).argmin())]
 
 
@@ -161,7 +174,8 @@ def observe(view: View, step: TraceStep, where: Where) -> Observed | None:
     if call is None:
         return None
     certain, rows_RI = _CERTAIN.get(call.rows.dtype, _CERTAIN_ROUNDED), view.rows(call)
-    return Observed(where, rows_RI, step.tokens, certain, list(range(len(rows_RI))))
+    integers, left = call.rows.dtype == torch.int32, list(range(len(rows_RI)))
+    return Observed(where, rows_RI, step.tokens, certain, left, integers)
 
 
 # ------------------------------------------------------------------------------- the first layer

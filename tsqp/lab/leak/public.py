@@ -1,4 +1,4 @@
-"""What everybody has: the weights, the tokenizer, the calibration, and the code of this project.
+"""What everybody has: the weights, the tokenizer, and the code of this project.
 
 Shape suffixes: N candidates for one token, I in_features, D hidden size, V vocabulary size, H query
 heads, K key/value heads, G query heads a key/value head, C head dim, S tokens before, L layers.
@@ -22,7 +22,6 @@ from protocol.model.checkpoint import (
     Checkpoint,
     linear_tensors,
     lm_head_name,
-    model_digest,
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Layer, Norm, Ops, bound, forward, staying
@@ -30,10 +29,9 @@ from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.model.operators import TeeModel, load_tee_model
-from tee_side.protect.calibration import Calibration, calibration_path
+from tee_side.protect.sites import IntegerSites
 from tee_side.words import Operator
 
-_CONFIG_FILE = "config.json"
 # What is remembered of what the public model computed.
 _KEPT_BYTES = 2**29
 # The TEE's operators, but for those that write to what is kept here.
@@ -84,20 +82,14 @@ class PublicModel:
     attacker there has these, whatever else is public: linear weights are those of `served`, with
     its biases; embedding, norms, LM head and tokenizer stay those of `directory`.
 
-    `calibration`: a file of scales for integers, None for the one in the directory. They are public
-    also where the weights are not: a file beside another model is checked against that one.
-
     Whether the linear weights are there decides how deep an attack can look: `has_layers`.
     Raises ModelError.
     """
 
-    def __init__(
-        self, directory: Path, calibration: Path | None = None, served: Path | None = None
-    ) -> None:
+    def __init__(self, directory: Path, served: Path | None = None) -> None:
         self.directory = directory
         self.config: ModelConfig = read_config(directory)
         self.checkpoint = Checkpoint(directory)
-        self._calibration = calibration
         self._linear_config = self.config if served is None else read_config(served)
         self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
         # The weights of an operator, float32.
@@ -109,6 +101,10 @@ class PublicModel:
                 dtype=torch.float32,
                 device=CPU,
             )
+        )
+        # How an input would become integers: the scale of a row follows from the row.
+        self.integers = IntegerSites(
+            self._linear_config, self._linear_checkpoint, {}, torch.float32
         )
         self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], States] = {}
         self._kept_bytes = 0
@@ -160,14 +156,6 @@ class PublicModel:
         """What the first layer's qkv_proj gets for each token, wherever it stands: [V, D]."""
         norm = self.light.norms[0].input_layernorm
         return rms_norm(self.embedding_VD.clone(), norm, self.config.rms_norm_eps)
-
-    @cached_property
-    def scales(self) -> Calibration:
-        """What steps of integers stand for, by site. Raises CalibrationError."""
-        path = calibration_path(self.directory, self._calibration)
-        owner = path.parent if (path.parent / _CONFIG_FILE).is_file() else self.directory
-        config = read_config(owner)
-        return Calibration.load(path, config, model_digest(config, Checkpoint(owner)))
 
     # ----------------------------------------------------------------- the public model, running
 

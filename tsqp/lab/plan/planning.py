@@ -278,8 +278,6 @@ class Planning:
                 model = in_fresh_process(
                     prepare.write_random_model, folder / "model", shape, linear
                 )
-                if alike.arithmetic == "int8":
-                    model = prepare.calibration(model, folder)
                 if alike.verified:
                     # Services answer with zeros, which is what these weights give.
                     model = in_fresh_process(prepare.write_hollow, model, folder / "hollow")

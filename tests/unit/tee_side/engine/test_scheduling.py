@@ -82,7 +82,6 @@ class Bench:
         return found
 
     def stock(self, tokens: int) -> None:
-        assert self.pads.fill is not None
         store = self.pads.store
         if (missing := tokens - store.available) > 0:
             self.pads.fill(missing)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from protocol.errors import CalibrationError, PadBankError, PadsExhaustedError
+from protocol.errors import ModelError, PadBankError, PadsExhaustedError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import QuantizedLinear, load_quantized
@@ -47,7 +47,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self.store = MemoryStore(LAYOUT, 160)
-        pads = Pads(Pad(), self.store, None, "fail")
+        pads = Pads(Pad(), self.store, lambda _: None, "fail")
         self.lanes = [PadLane(pads), PadLane(pads)]
         self.steps: list[tuple[range, set[int]] | None] = [None, None]
         self.filled = self.next = 0
@@ -197,10 +197,6 @@ def test_a_run_that_would_wait_for_ever_is_refused() -> None:
     for lane in (first, second):
         lane.end_step()
     _step(second, 16)
-    # A TEE that has only a bank cannot make any.
-    pads = Pads(Pad(), MemoryStore(LAYOUT, 8), None, "wait")
-    with pytest.raises(PadsExhaustedError, match="no linear weights to make more from"):
-        PadLane(pads).draw(FIRST, 1)
 
 
 def test_a_full_disk_ends_a_run_only_where_pads_are_out() -> None:
@@ -322,7 +318,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
 
     def check(site: Site, weights: QuantizedLinear) -> None:
         if site == (1, "down_proj"):
-            raise CalibrationError("down_proj in layer 1", got="others", expected="the same")
+            raise ModelError("down_proj in layer 1", got="others", expected="the same")
 
     def refused(error: type[Exception], match: str, tokens: int, *more: Any) -> None:
         weights = source.read_weights(checkpoint, config, "int8", *more)
@@ -332,19 +328,18 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
         assert (store.available, store.room) == (0, 4)
 
     refused(ValueError, "got 5 to fill", 5)
-    refused(CalibrationError, "down_proj in layer 1", 2, check)
+    refused(ModelError, "down_proj in layer 1", 2, check)
 
 
 def _fill(assembly: Assembly) -> None:
     for pads in assembly.pads.values():
-        assert pads.fill is not None
         pads.fill(1)
 
 
 def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
     saved_model: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either way, a calibration of other weights is noticed: when they are loaded, or made from."""
+    """Either way, other weights are noticed: when they are loaded, or pads made from them."""
     read: list[Site] = []
 
     def noted(checkpoint: Any, config: Any, *site: Any) -> QuantizedLinear:
@@ -359,9 +354,9 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
     assert len(read) == len(set(read)) == 3 * 4 + 1
 
     def other(self: IntegerSites, site: Site, weights: QuantizedLinear) -> None:
-        raise CalibrationError(str(site), got="others", expected="the same")
+        raise ModelError(str(site), got="others", expected="the same")
 
-    monkeypatch.setattr(IntegerSites, "check_weights", other)
+    monkeypatch.setattr(IntegerSites, "met", other)
     for policy in ("shielded", "shielded-prefill"):
-        with pytest.raises(CalibrationError, match="qkv_proj"):
+        with pytest.raises(ModelError, match="qkv_proj"):
             _fill(saved_model("llama").tee(policy).assembly)

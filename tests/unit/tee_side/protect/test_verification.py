@@ -4,20 +4,18 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from protocol.errors import CalibrationError, ModelError, PolicyError
+from protocol.errors import ModelError
 from protocol.integer import ring_product
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import Checkpoint, model_digest
+from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
+from protocol.model.weights import load_quantized
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.protect.calibration import Calibration
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import IntegerSites
 from tee_side.protect.verification import (
@@ -26,7 +24,6 @@ from tee_side.protect.verification import (
     LinearCheck,
     Unverified,
     Weights,
-    check_verifiable,
     find_checks,
 )
 from tee_side.remote.call import CallPlan
@@ -36,7 +33,7 @@ from tests.kit.model import Models, SavedModel, Tee, token_ids, with_results
 from tests.kit.rows import each_row
 from tsqp.lab.research.float_check import FloatSecrets
 
-# What a sum of integers must stay below, as `tee_side.protect.calibration` checks before it sends.
+# What no sum of integers is larger than, as `tee_side.protect.sites` chooses them.
 LIMIT = 2**31 - 1
 
 
@@ -54,7 +51,7 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
     """Vocabularies among them, which are larger than a block of the weight."""
     weight = torch.randint(-127, 128, shape).to(torch.int8)
     rows = 600 if shape[0] < 2**10 else 2
-    # As large as the range check lets through.
+    # As large as leaves every sum within the limit, by the lengths of rows.
     largest = max(1.0, float(weight.double().norm(dim=1).max()))
     x = torch.nn.functional.normalize(torch.randn(rows, shape[1], dtype=torch.float64))
     x = (x * LIMIT * 0.995 / largest).to(torch.int32)
@@ -80,7 +77,7 @@ def test_an_honest_product_passes_and_one_wrong_element_anywhere_does_not(
 def test_the_check_is_exact_at_the_largest_numbers_that_there_are(
     kernels: str, value: int | None, outputs: int
 ) -> None:
-    """The largest sums, which wrap at 2^64: x at the bound of the range check, y of 32 bits."""
+    """The largest sums, which wrap at 2^64: x at the limit of the ring, y of 32 bits."""
     weight = torch.full((outputs, 1), 127, dtype=torch.int8)
     drawn = ExactCheck.draw(weight, Randomness())
     secrets = torch.full_like(drawn.vectors_kO, value or 0)
@@ -146,16 +143,11 @@ def test_results_are_believed_only_where_the_policy_says_so(model: SavedModel, v
 def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = None) -> Any:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     if policy.arithmetic == "int8" and integers is None:
-        integers = IntegerSites(_calibration(model), {}, torch.float32)
+        integers = IntegerSites(config, checkpoint, {}, torch.float32)
     weights = Weights(config, checkpoint, torch.float32, {}, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
     verified = policy.sites(3, lambda placed: placed.verify != "none")
     return {site: checks.draw(site, weights, Randomness()) for site in verified}
-
-
-def _calibration(model: SavedModel) -> Calibration:
-    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    return Calibration.load(model.calibration, config, model_digest(config, checkpoint))
 
 
 def test_secrets_are_those_of_what_is_verified_and_no_more(model: SavedModel) -> None:
@@ -191,24 +183,13 @@ def test_two_runs_have_no_secret_in_common_and_micro_batches_of_one_share_theirs
     assert tees[0].assembly._secrets is first
 
 
-def test_weights_that_are_missing_or_others_are_refused(model: SavedModel, tmp_path: Path) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    config, shorter = read_config(model.directory), tmp_path / "model.safetensors"
-    lacking: Any = SimpleNamespace(directory="light", holds=lambda names: names != [name])
-    with pytest.raises(PolicyError, match=f"no {name} in light"):
-        check_verifiable("n", [(1, "gate_up_proj")], config, lacking)
-    # Only what is verified is needed.
-    lacking.require = list
-    check_verifiable("n", [(0, "gate_up_proj"), (2, "gate_up_proj")], config, lacking)
-    save_file(load_file(model.directory / shorter.name) | {name: torch.ones(96, 47)}, shorter)
-    with pytest.raises(ModelError, match=name):
-        check_verifiable("n", [(1, "gate_up_proj")], config, Checkpoint(tmp_path))
-    # The bound of the sums rests on the norms of these very weights.
-    calibration = _calibration(model)
-    scales = calibration.sites[1, "o_proj"]
-    calibration.sites[1, "o_proj"] = replace(scales, norm_limit=scales.norm_limit * 1.01)
-    integers = IntegerSites(calibration, {}, torch.float32)
-    with pytest.raises(CalibrationError, match="o_proj in layer 1"):
+def test_weights_other_than_those_met_before_are_refused(model: SavedModel) -> None:
+    """The bound of the sums rests on these very weights."""
+    config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
+    integers = IntegerSites(config, checkpoint, {}, torch.float32)
+    held = load_quantized(checkpoint, config, 1, "o_proj")
+    integers.met((1, "o_proj"), replace(held, scale=held.scale * 1.01))
+    with pytest.raises(ModelError, match="o_proj in layer 1: weights: got others"):
         _secrets(model, load_policy("two-server"), integers)
 
 

@@ -6,8 +6,9 @@ value. Masks of products shuffle features and positions, or scale them; what the
 all heads of a call, and leaves as much as a dictionary needs.
 
 Rows under pads that are not fresh, used twice or mixed from a few, are compared in the ring Z_2^32:
-a token's integers are known but for the token. Under a pad that is used once these attacks guess at
-random; how often they are right then is left to the comparison with chance.
+a token's integers are known but for the token, since a row's scale follows from the row. Under a
+pad that is used once these attacks guess at random; how often they are right then is left to the
+comparison with chance.
 
 Shape suffixes: T tokens in a step, S positions, N candidates or rows that pads are learnt from, V
 vocabulary size, K key/value heads or pads, C head dim or columns that are compared, X what is
@@ -31,7 +32,7 @@ from tsqp.lab.leak.public import PublicModel
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
 
 _KEYS: Where = (0, "attn_scores")
-# What the TEE may compute in. The integers of a token differ between them, in one of six entries.
+# What the TEE may compute in. The integers of a token differ between them, in most entries.
 _DTYPES = (torch.float32, torch.bfloat16)
 # Columns that rows are compared in, which tell any vocabulary's tokens apart.
 _COMPARED = 64
@@ -194,7 +195,11 @@ class PadReuse(Attack):
     name: ClassVar[str] = "pad-reuse"
     control: ClassVar[str] = "../weakened/pad-reused.toml"
     published: ClassVar[float] = 0.95
-    needs: ClassVar[tuple[str, ...]] = ("layer 0 stays", "floats")
+    needs: ClassVar[tuple[str, ...]] = (
+        "layer 0 stays",
+        "floats",
+        "no public weights to compare with",
+    )
 
     def read(self, view: View, work: Work) -> Iterator[Reading]:
         """Group rows by pad, find each pad, and look up what is under it."""
@@ -225,6 +230,7 @@ class LowDimensionalPads(Attack):
     needs: ClassVar[tuple[str, ...]] = (
         "layer 0 stays",
         "floats",
+        "no public weights to compare with",
         "the tokenizer puts no token in front",
     )
 
@@ -314,12 +320,11 @@ def _known_rows(view: View) -> torch.Tensor:
 def _tables(public: PublicModel) -> torch.Tensor:
     """Return the integers of every token, for each dtype that they may come from: [B, V, I]."""
     norm, eps = public.light.norms[0].input_layernorm, public.config.rms_norm_eps
-    step = public.scales.sites[0, "qkv_proj"].input_scale
+    site = public.integers[0, "qkv_proj"]
     tables = []
     for dtype in _DTYPES:
         h_VD = public.embedding_VD.to(dtype, copy=True)
-        normed_VD = rms_norm(h_VD, norm.to(dtype), eps).to(torch.float32)
-        tables.append(normed_VD.div(step).round_().to(torch.int32))
+        tables.append(site.quantise(rms_norm(h_VD, norm.to(dtype), eps)))
     return torch.stack(tables)
 
 
