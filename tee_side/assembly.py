@@ -7,7 +7,7 @@ The order is that of mistakes that show early: the policy against the model, fil
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -23,7 +23,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Call
-from protocol.model.weights import CPU, QuantizedLinear
+from protocol.model.weights import CPU
 from tee_side.model.operators import (
     LocalOperators,
     MicroBatchOperators,
@@ -37,8 +37,8 @@ from tee_side.model.operators import (
 )
 from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
-from tee_side.protect.masking import MaskRules, PaddedSite, linear_masking
-from tee_side.protect.masks.mask import AdditiveMask, Mask, Pad
+from tee_side.protect.masking import MaskRules, PaddedSite
+from tee_side.protect.masks.mask import AdditiveMask, Given, Mask, MaskKey, Pad, in_the_clear
 from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
@@ -70,10 +70,9 @@ from tee_side.words import Operator, Phase, Site, Verify, is_projection, registe
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
-    from tee_side.protect.masks.research import KeyedSegment, KeyedTransform, TransformKey
     from tee_side.protect.pads.bank_files import BankPlace
 
-# Banks, segments, keyed masks and what packages register are imported where a policy or an option
+# Banks, segments and what packages register are imported where a policy or an option
 # names them: a run does not trust the code of the others.
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
@@ -145,19 +144,10 @@ class Assembly:
         )
         checkpoint.require(light_tensors(config) | tensors_of(known, config))
         checkpoint.refuse_extra(config)
-        self.key: TransformKey | None = None
-        self._transforms: Mapping[Site, KeyedTransform] | None = None
-        self._keyed: KeyedSegment | None = None
         self._sessions: dict[int, Sessions] = {}
-        if (feature := policy.feature_mask) is not None:
-            from tee_side.protect.masks.research import load_key
-
-            self.key = load_key(settings.key, feature, config, checkpoint)
-            gains = [(n.input_layernorm, n.post_attention_layernorm) for n in model.norms]
-            if feature.kind == "segment":
-                self._keyed = self.key.segment(feature, config)
-            else:
-                self._transforms = self.key.transforms(feature, config, gains)
+        self.key: MaskKey | None = None
+        if (keyed := policy.feature_mask) is not None:
+            self.key = keyed.load_key(settings.key, config, checkpoint, model.norms)
         self.linear_digest = linear_digest(config, checkpoint)
         # Biases, where the TEE adds them: for integers, under masks, to what it verifies.
         operators = [
@@ -172,7 +162,6 @@ class Assembly:
             _check_own_kernels(CPU)
             self._integers = IntegerSites(config, checkpoint, biases, model.dtype)
         # Pads are opened before weights are loaded, and made afterwards from those that stay.
-        self._held: dict[Site, QuantizedLinear] = {}
         self.pads: dict[Mask, Pads] = {}
         with ExitStack() as opened:
             for mask, sites in padded.items():
@@ -211,8 +200,7 @@ class Assembly:
 
     def _pad_maker(self, mask: AdditiveMask, store: PadStore) -> Callable[[int], None]:
         config, checkpoint = self._parts.config, self._parts.checkpoint
-        check = self._integers.met if self._integers is not None else None
-        weights = read_weights(checkpoint, config, mask.arithmetic, check, held=self._held)
+        weights = read_weights(checkpoint, config, mask.arithmetic, self._integers)
         return partial(fill_pads, mask, weights, store)
 
     def lanes(
@@ -267,6 +255,7 @@ class Assembly:
                 else integers[site]
             )
             lane = None if mask is None else pads.get(mask)
+            draw = None if lane is None else lane.draw
             padded = None
             # What a subclass of `Pad` sends is its own affair.
             if type(mask) is Pad and lane is not None and not isinstance(of_site, FloatSite):
@@ -276,7 +265,9 @@ class Assembly:
             return plan_linear(
                 site,
                 of_site,
-                linear_masking(mask, site, randomness, pads=lane, transforms=self._transforms),
+                in_the_clear
+                if mask is None
+                else mask.hiding(Given(site, randomness, draw, self.key)),
                 MaskRules(mask),
                 check,
                 config,
@@ -307,9 +298,7 @@ class Assembly:
 
             for one in cut(found, channels_at):
                 sessions = self._sessions.setdefault(one.first, Sessions())
-                segments.append(
-                    (one, partial(SegmentCall, config, settings, sessions, self._keyed))
-                )
+                segments.append((one, partial(SegmentCall, config, settings, sessions, self.key)))
         tables = place(policy, layers, stays, leaves, segments)
         return MicroBatchOperators(replace(self._model, observer=settings.observer), tables, pads)
 
@@ -320,14 +309,14 @@ class Assembly:
         """
         if (None, "lm_head") not in self._local:
             site: Site = (self._parts.config.num_hidden_layers - 1, "lm_head")
-            self._local[None, "lm_head"] = load_site(self._parts, site, self._integers, self._held)
+            self._local[None, "lm_head"] = load_site(self._parts, site, self._integers)
         return self._local[None, "lm_head"](h_ND)
 
     @cached_property
     def _local(self) -> LocalOperators:
         parts, integers = self._parts, self._integers
         sites = self._told("weights that stay in the TEE", self._sites_here)
-        return load_local_operators(parts, sites=sites, integers=integers, held=self._held)
+        return load_local_operators(parts, sites=sites, integers=integers)
 
     @cached_property
     def _secrets(self) -> dict[Site, SiteSecrets]:
@@ -335,7 +324,7 @@ class Assembly:
         # caller chooses.
         _ = self._local
         parts = self._parts
-        weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._held, self._integers)
+        weights = Weights(parts.config, parts.checkpoint, parts.dtype, self._integers)
         sites = self._told("weights that verify results", self._verified)
         draw, randomness = self._checks_class.draw, Randomness()
         return {site: draw(site, weights, randomness) for site in sites}

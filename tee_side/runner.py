@@ -26,7 +26,6 @@ from tee_side.engine.request import SamplingSettings
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.operators import load_tee_model
 from tee_side.observer import Observers
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
@@ -106,9 +105,8 @@ class Runner(AbstractContextManager["Runner"]):
 
     `assignments`: a line for each service, of the layers and share that it gets and its key.
     `services`: those that it uses; whether a step waits for a lost one any thread may ask.
-    `leakage_summary`: what the GPU side learns over these links; None if nothing leaves. `cores`:
-    the threads of this run. `on_load`: told what is read, how many matrices of it are, and of how
-    many.
+    `links_encrypted`: whether all links that shares depend on are. `cores`: the threads of this
+    run. `on_load`: told what is read, how many matrices of it are, and of how many.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
     DeadlineExceededError (nothing answers), ModelMismatchError and EvidenceError.
@@ -139,8 +137,7 @@ class Runner(AbstractContextManager["Runner"]):
             "none",
             f"what services must be: policy {policy.name} asks them for evidence",
         )
-        encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
-        self.leakage_summary = leakage_summary(policy, links_encrypted=encrypted)
+        self.links_encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
         key_of = dict(zip(endpoints, keys, strict=True))
         key_words = {
             endpoint: f"key {own.service.decode()}" if own else "no key"
@@ -214,14 +211,13 @@ class Runner(AbstractContextManager["Runner"]):
         return self._tokenizer
 
     @property
-    def model_digest(self) -> str:
-        """See `protocol.model.checkpoint.model_digest`. Raises ModelError, ManifestError."""
-        return model_digest(self.config, self._checkpoint)
+    def digests(self) -> tuple[str, str | None]:
+        """Those of `protocol.model.checkpoint`: of the model, and of its linear weights.
 
-    @property
-    def linear_digest(self) -> str | None:
-        """See `protocol.model.checkpoint.linear_digest`. Raises ModelError, ManifestError."""
-        return linear_digest(self.config, self._checkpoint)
+        Raises ModelError, ManifestError.
+        """
+        given = self.config, self._checkpoint
+        return model_digest(*given), linear_digest(*given)
 
     def totals(self) -> Totals:
         """Return what services and pads have done so far."""

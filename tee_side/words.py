@@ -26,7 +26,6 @@ OPERATORS: tuple[Operator, ...] = tuple(name for name in get_args(Operator) if n
 LightOperator = Literal[
     "rms_norm", "rope", "kv_cache", "attention", "softmax", "silu_mul", "residual", "sample"
 ]
-LIGHT_OPERATORS: tuple[LightOperator, ...] = get_args(LightOperator)
 
 # Operators that no layer has, and those that multiply two activations.
 LAYERLESS: tuple[Operator, ...] = ("embedding", "lm_head")

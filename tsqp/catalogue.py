@@ -8,10 +8,10 @@ from pydantic_core import to_jsonable_python
 
 from protocol.errors import InputError, MaskError
 from tee_side.plugins import installed
-from tee_side.policy.leakage_summary import SEEN, leakage_summary
 from tee_side.policy.placement import Policy, builtin_policies, load_policy, policy_names
-from tee_side.protect.masks.mask import BUILTIN, PROVISIONED, Mask, all_masks, find_mask
+from tee_side.protect.masks.mask import BUILTIN, Mask, ProvisionedMask, all_masks, find_mask
 from tee_side.words import Operator, Phase, Verify
+from tsqp.leakage_summary import SEEN, leakage_summary
 
 Origin = Literal["built in", "research", "package", "file"]
 
@@ -92,7 +92,7 @@ class MaskEntry(NamedTuple):
             "cost": mask.cost,
             "arithmetic": mask.arithmetic,
             "services": mask.services,
-            "provisioned": mask.kind in PROVISIONED,
+            "provisioned": issubclass(mask, ProvisionedMask),
             "operators": self.operators,
             # Of a stranger's mask a default may be anything.
             "options": to_jsonable_python(
@@ -251,7 +251,7 @@ def needs_of(mask: type[Mask]) -> list[str]:
     """Say what a mask needs beside a service."""
     needs = {
         '`arithmetic = "int8"` in the policy': mask.arithmetic == "int8",
-        "a key and weights from `tsqp provision`": mask.kind in PROVISIONED,
+        "a key and weights from `tsqp provision`": issubclass(mask, ProvisionedMask),
         f"{mask.services} services": mask.services > 1,
         "factors made in advance": mask.kind == "additive" and mask.services == 1,
     }

@@ -9,13 +9,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from protocol.errors import ManifestError, ModelError, SealError
 from protocol.model.at_rest import (
     CHUNK_BYTES,
     KEY_BYTES,
     MANIFEST_VERSION,
-    PINNED_FILES,
     SALT_BYTES,
     SEAL_FILE,
     ChunkCipher,
@@ -36,6 +36,9 @@ from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 
 # Told how much is done by now, and how much there is in all: tensors, or bytes that are sealed.
 Progress = Callable[[int, int], None]
+
+MANIFEST_FILE = "manifest.json"
+PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 
 # The largest is a tokenizer.json, of 24 MiB at most.
 MAX_FILE_BYTES = 64 * 1024 * 1024

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator
-from tee_side.words import LIGHT_OPERATORS, OPERATORS, Operator, Place, TeeStage
+from tee_side.words import OPERATORS, LightOperator, Operator, Place, TeeStage
+
+LIGHT_OPERATORS: tuple[LightOperator, ...] = get_args(LightOperator)
 
 
 @dataclass(slots=True)

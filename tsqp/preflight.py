@@ -27,13 +27,13 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import find_file
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
 from tsqp.doctor import Finding, kernel_file
+from tsqp.leakage_summary import leakage_summary
 from tsqp.run.bank import padded
 from tsqp.run.load import (
     bank_place,

@@ -6,9 +6,9 @@ import torch
 from pydantic import Field
 
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.masks.research import RowMask
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.draws import normal, signs, uniform
+from tsqp.mask_kinds import RowMask
 
 
 class RowReflection(RowMask):

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -63,7 +63,6 @@ from protocol.model.files import (
 )
 from protocol.validation import Strict, validate_file
 
-MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
 # A model of 400 billion parameters has one of 14 MB.
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
@@ -78,7 +77,6 @@ PinnedFile = Literal[
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
-PINNED_FILES: tuple[PinnedFile, ...] = get_args(PinnedFile)
 
 _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 _Size = Annotated[int, Field(ge=1, le=2**24)]

@@ -132,12 +132,11 @@ def load_local_operators(
     *,
     sites: Iterable[Site],
     integers: IntegerSites | None,
-    held: dict[Site, QuantizedLinear],
 ) -> LocalOperators:
     """Read the weights of `sites`, and what else the policy keeps.
 
-    `integers` is given for policies with int8 arithmetic, and only for them. `held`: gets the
-    integers of every site, for who else computes with them. Raises ModelError.
+    `integers` is given for policies with int8 arithmetic, and only for them; it holds those of
+    every site from now on, for who else computes with them. Raises ModelError.
     """
     policy, config, checkpoint = parts.policy, parts.config, parts.checkpoint
     dtype, local = parts.dtype, LocalOperators()
@@ -152,25 +151,19 @@ def load_local_operators(
             weight = load_tensor(checkpoint, lm_head_name(config), vocabulary, dtype=dtype)
         local[None, "lm_head"] = partial(linear, weight=weight)
     for site in sites:
-        local[layer_of(site), site[1]] = load_site(parts, site, integers, held)
+        local[layer_of(site), site[1]] = load_site(parts, site, integers)
     return local
 
 
-def load_site(
-    parts: RunParts,
-    site: Site,
-    integers: IntegerSites | None,
-    held: dict[Site, QuantizedLinear],
-) -> Product:
-    """Read the weights of one site. Raises ModelError."""
+def load_site(parts: RunParts, site: Site, integers: IntegerSites | None) -> Product:
+    """Read the weights of one site; integers are held from now on. Raises ModelError."""
     config, checkpoint, dtype = parts.config, parts.checkpoint, parts.dtype
     if parts.policy.arithmetic == "float":
         return load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
-    weights = load_quantized(checkpoint, config, *site)
     if integers is not None:
-        held[site] = weights
-        integers.met(site, weights)
-        return partial(integer_product, weights, integers[site])
+        integers.held[site] = integers.weights(site)
+        return partial(integer_product, integers.held[site], integers[site])
+    weights = load_quantized(checkpoint, config, *site)
     bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
     return partial(_int8_product, weights, IntegerSite(weights.scale, bias_O, dtype, INT8_MAX))
 

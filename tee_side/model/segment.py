@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -26,14 +26,11 @@ from protocol.tensors import WireTensor, raw_bytes, short_name
 from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.policy.placement import AttentionWindow, Segment
 from tee_side.protect.masking import MaskRules
-from tee_side.protect.masks.mask import Masked, as_it_is
+from tee_side.protect.masks.mask import Masked, MaskKey, in_the_clear
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import MAX_PREPARED, CallPlan, CallSettings, ChannelsAt, carry_out, turn
 from tee_side.remote.services.replicas import Replicas
-
-if TYPE_CHECKING:
-    from tee_side.protect.masks.research import KeyedSegment
 
 _NO_SESSION = bytes(SESSION_BYTES)
 _PART_WORDS = 7
@@ -108,10 +105,10 @@ class SegmentCall:
         config: ModelConfig,
         settings: CallSettings,
         sessions: Sessions,
-        keyed: KeyedSegment | None,
+        key: MaskKey | None,
         segment: Segment,
     ) -> None:
-        self._segment, self._sessions, self._keyed = segment, sessions, keyed
+        self._segment, self._sessions, self._key = segment, sessions, key
         self._rules = MaskRules(segment.placed.mask)
         self._channel: Channel = settings.channels_at(segment.first)[0]
         # Behind the last layer nobody looks at the other rows.
@@ -175,17 +172,19 @@ class SegmentCall:
 
     def _hide(self, operand: _Rows) -> Masked:
         """Mask all rows [T, D]; with whose they are, and which are wanted."""
-        (h_TD, batch, rows), keyed = operand, self._keyed
-        masked = Masked((h_TD,), as_it_is)
-        if keyed is not None:
-            masked = keyed.mask(h_TD, self._sessions.noise(h_TD, batch))
+        (h_TD, batch, rows), key = operand, self._key
+        masked = in_the_clear(h_TD)
+        if key is not None and key.hide_states is not None:
+            masked = key.hide_states(h_TD, self._sessions.noise(h_TD, batch))
         self._rules.check_sent("segment", h_TD, masked)
         parts = b"".join(
             _part(chunk, self._sessions.name(chunk.cache)) for chunk in batch.chunks
         ) + b"".join(session + _ENDED for session in self._sessions.ended())
         parts_P7 = torch.frombuffer(bytearray(parts), dtype=torch.int64).view(-1, _PART_WORDS)
         sent = cast("torch.Tensor", masked.sent[0])  # seeds are refused here
-        unmask = keyed.unmask_logits if keyed and self._segment.head else masked.unmask
+        unmask = masked.unmask
+        if self._segment.head and key is not None and key.unmask_logits is not None:
+            unmask = key.unmask_logits
         return Masked((Payloads((sent, parts_P7, torch.tensor(rows))),), unmask)
 
     def _refused(self, error: ServiceError, batch: Batch) -> TsqpError:

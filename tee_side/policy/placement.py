@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -58,7 +58,7 @@ from pydantic import (
 from protocol.errors import MaskError, PluginError, PolicyError, describe
 from protocol.messages import FUSED_MODULES, Arithmetic, Projection
 from protocol.validation import did_you_mean, first_problem, refusal
-from tee_side.protect.masks.mask import PROVISIONED, AdditiveMask, Mask, find_mask, is_path
+from tee_side.protect.masks.mask import AdditiveMask, Mask, ProvisionedMask, find_mask, is_path
 from tee_side.words import (
     LAYERLESS,
     OPERATORS,
@@ -75,9 +75,6 @@ from tee_side.words import (
     is_linear,
     is_projection,
 )
-
-if TYPE_CHECKING:
-    from tee_side.protect.masks.research import ProvisionedMask
 
 _SUFFIX = ".toml"
 # Built-in policies of other names than before.
@@ -470,8 +467,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
     @property
     def feature_mask(self) -> ProvisionedMask | None:
         """The mask in use that a server's weights are transformed for; `check` refuses another."""
-        keyed = (mask for mask in self.masks if mask.kind in PROVISIONED)
-        return cast("ProvisionedMask | None", next(keyed, None))
+        return next((mask for mask in self.masks if isinstance(mask, ProvisionedMask)), None)
 
 
 def builtin_policies() -> list[str]:

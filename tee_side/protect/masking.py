@@ -1,4 +1,4 @@
-"""Brings a mask together with what it needs, and holds it to the rules.
+"""Holds a mask to the rules, and does what pads need in two passes.
 
 A mask may be a user's own file. What it sends decides how large the reply is, for which the service
 must not be blamed; what it returns goes into the forward pass. So both are checked in every call.
@@ -10,66 +10,23 @@ give one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from protocol.errors import MaskError, PolicyError
+from protocol.errors import MaskError
 from protocol.messages import SEED_BYTES
 from protocol.tensors import short_name
 from tee_side.native import kernels as compiled
-from tee_side.protect.masks.mask import AdditiveMask, Mask, Masked, Seed, SharingMask, as_it_is
+from tee_side.protect.masks.mask import Mask, Masked, Seed
 from tee_side.protect.pads.source import PadLane
-from tee_side.protect.randomness import Randomness
-from tee_side.protect.sites import IntegerSite, site_number
+from tee_side.protect.sites import IntegerSite
 from tee_side.protect.verification import ExactCheck
-from tee_side.words import Operator, Site, is_linear
-
-if TYPE_CHECKING:
-    from tee_side.protect.masks.research import KeyedTransform, RowMask
-
-# Hides the input of one linear operator.
-Hide: TypeAlias = Callable[[torch.Tensor], Masked]
+from tee_side.words import Operator, is_linear
 
 _MORE_ROWS = 4096
-
-
-def linear_masking(
-    mask: Mask | None,
-    site: Site,
-    randomness: Randomness,
-    *,
-    pads: PadLane | None = None,
-    transforms: Mapping[Site, KeyedTransform] | None = None,
-) -> Hide:
-    """Return how a mask hides the input of a linear operator.
-
-    Raises PolicyError for an additive mask without factors, or a feature mask without its key.
-    """
-    match mask:
-        case None:
-            return lambda x_TI: Masked((x_TI,), as_it_is)
-        case SharingMask() | Mask(kind="row"):
-            fresh = cast("RowMask | SharingMask", mask)
-            return lambda x_TI: fresh.mask(x_TI, randomness)
-        case Mask(kind="feature"):
-            if transforms is None:
-                raise PolicyError(
-                    f"mask {mask.name}", "no key", "--key, as tsqp provision wrote it"
-                )
-            return lambda x_TI: transforms[site].mask(x_TI, randomness)
-        case AdditiveMask():
-            if pads is None:
-                raise PolicyError(f"mask {mask.name}", "no factors", "pads made in advance")
-            number = site_number(*site)
-            return lambda x_TI: mask.mask(x_TI, pads.draw(number, x_TI.shape[0]))
-    raise PolicyError(
-        f"mask {mask.name}",
-        type(mask).__name__,
-        "a RowMask, FeatureMask, AdditiveMask or SharingMask",
-    )
 
 
 class MaskRules:

@@ -64,7 +64,8 @@ def weight_blocks(
     """
     config, (layer, operator) = weights.config, site
     _, in_features = config.row_layout(operator)[1]
-    held = weights.held.get(site) if integers else None
+    kept = weights.integers if integers else None
+    held = None if kept is None else kept.held.get(site)
     tensors = weight_rows(config, layer, operator)
     wanted = [f"{module_name(config, layer, module)}.weight" for module in modules]
     start = 0

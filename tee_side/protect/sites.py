@@ -9,7 +9,7 @@ The sites that are padded are a `PadLayout`: what the pads of one token consist 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -144,17 +144,25 @@ def largest_input(max_row_sum: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class IntegerSites:
-    """Sites of a model that is computed in integers, by the weights that they are met with.
+    """Sites of a model that is computed in integers, and their weights.
 
-    Whoever reads a site's weights says so (`met`); those of a site that nobody has read are read
-    when it is first asked for, and dropped.
+    `held`: integers that stay in memory; those of other sites are read whenever they are needed.
     """
 
     config: ModelConfig
     checkpoint: Checkpoint
     biases: Biases
     dtype: torch.dtype
+    held: dict[Site, QuantizedLinear] = field(default_factory=dict, init=False)
     _found: dict[Site, IntegerSite] = field(default_factory=dict, init=False)
+
+    def weights(self, site: Site) -> QuantizedLinear:
+        """Return a site's integers. Raises ModelError, also where they were others before."""
+        if (held := self.held.get(site)) is not None:
+            return held
+        weights = load_quantized(self.checkpoint, self.config, *site)
+        self.met(site, weights)
+        return weights
 
     def met(self, site: Site, weights: QuantizedLinear) -> None:
         """Take the scales of a site's weights. Raises ModelError where they were others before."""
@@ -172,13 +180,13 @@ class IntegerSites:
 
     def __getitem__(self, site: Site) -> IntegerSite:
         if site not in self._found:
-            self.met(site, load_quantized(self.checkpoint, self.config, *site))
+            self.weights(site)
         return self._found[site]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """What is known of a model's weights: integers in memory (`held`), and the model directory.
+    """What is known of a model's weights: the model directory, and integers where there are any.
 
     `dtype`: that services hold floats in. `integers`: where the policy computes with them.
     """
@@ -186,7 +194,6 @@ class Weights:
     config: ModelConfig
     checkpoint: Checkpoint
     dtype: torch.dtype
-    held: Mapping[Site, QuantizedLinear]
     integers: IntegerSites | None = None
 
 

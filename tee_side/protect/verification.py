@@ -30,7 +30,6 @@ import torch
 from protocol.errors import PolicyError
 from protocol.integer import LARGEST_OF_DIGITS, int8_product, to_digits
 from protocol.messages import Arithmetic
-from protocol.model.weights import load_quantized
 from protocol.native import choice
 from tee_side.native import kernels
 from tee_side.protect.masks.mask import Mask
@@ -169,11 +168,8 @@ class LinearCheck:
         """
         if weights.integers is None:
             raise LookupError("integers without their scales")
-        found = weights.held.get(site)
-        if found is None:
-            found = load_quantized(weights.checkpoint, weights.config, *site)
-            weights.integers.met(site, found)
-        return cls(ExactCheck.draw(found.weight, randomness), weights, site)
+        found = weights.integers.weights(site).weight
+        return cls(ExactCheck.draw(found, randomness), weights, site)
 
     def under(self, mask: Mask | None) -> LinearCheck:
         """See `SiteSecrets.under`: integers come back exactly, whatever the mask is."""

@@ -31,8 +31,8 @@ from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import WireTensor, short_name
 from tee_side.observer import UNTIMED, Observer, StageClock, Untimed
 from tee_side.policy.placement import Policy
-from tee_side.protect.masking import Hide, MaskRules, Padded, PaddedSite
-from tee_side.protect.masks.mask import Masked, Seed
+from tee_side.protect.masking import MaskRules, Padded, PaddedSite
+from tee_side.protect.masks.mask import Hide, Masked, Seed
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.resumption import watch
 from tee_side.protect.sites import LinearSite

@@ -37,7 +37,7 @@ def tee(directory: Path) -> None:
     load_tee_model(config, checkpoint, dtype)
     sites = policy.sites_here(config.num_hidden_layers)
     parts = RunParts(policy, config, checkpoint, dtype)
-    load_local_operators(parts, sites=sites, integers=None, held={})
+    load_local_operators(parts, sites=sites, integers=None)
     Tokenizer(directory)
 
 

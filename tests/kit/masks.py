@@ -18,9 +18,9 @@ from torch.nn.functional import linear, silu
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, RopeParameters
 from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked, Seed, SharingMask
-from tee_side.protect.masks.research import FeatureMask, FeatureSite, RowMask, SegmentMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator
+from tsqp.mask_kinds import FeatureMask, FeatureSite, RowMask, SegmentMask
 
 # Of a call: a chunk of a prompt, and one token.
 ROWS = (33, 1)

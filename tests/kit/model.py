@@ -29,13 +29,13 @@ from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.protect.masks.research import FeatureMask
 from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
 from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify
 from tests.kit.kernels import check_kernels
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
+from tsqp.mask_kinds import FeatureMask
 
 # Small, but with more than one query head per key/value head and a head_dim of its own.
 SIZES: dict[str, Any] = {

@@ -120,7 +120,7 @@ def generate(
                 # With what it was made with, so that it can be made again.
                 described = result.model_dump() | {
                     "model": settings.model,
-                    "model_digest": runner.model_digest,
+                    "model_digest": runner.digests[0],
                     "policy_digest": policy_digest(runner.policy).hex(),
                     "kernels": native.choice().variant,
                     "cores": runner.cores._asdict(),

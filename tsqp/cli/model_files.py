@@ -136,8 +136,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     manifest on it: keep the printed digest where it cannot, and give it to tee-runner
     --manifest-digest.
     """
-    from protocol.model.at_rest import MANIFEST_FILE
-    from tsqp.model_at_rest import make_manifest
+    from tsqp.model_at_rest import MANIFEST_FILE, make_manifest
 
     directory = model_directory(model)
     SettingsError.unless(

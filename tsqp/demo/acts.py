@@ -18,7 +18,6 @@ from rich.text import Text
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.demo.programs import (
     COMPUTING,
@@ -50,6 +49,7 @@ from tsqp.demo.verdict import (
     transformers_tokens,
 )
 from tsqp.extras import require
+from tsqp.leakage_summary import leakage_summary
 from tsqp.page.seen import VocabularyMatcher
 from tsqp.processes import start_server
 from tsqp.run.settings import model_directory

@@ -38,7 +38,7 @@ from protocol.messages import TensorReply
 from protocol.tensors import to_torch
 from protocol.transport import open_channel
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.research import ProvisionedMask
+from tee_side.protect.masks.mask import ProvisionedMask
 from tsqp.lab.research.provisioning import provision
 from tsqp.page.seen import ReceivedTensors, Seen, describe_request
 from tsqp.processes import (

@@ -36,8 +36,8 @@ from protocol.prepared import Payload, PreparedRequest
 from tee_side.engine.generation import PadTotals, Totals
 from tee_side.model.batch import kv_bytes
 from tee_side.runner import Runner
-from tee_side.words import LIGHT_OPERATORS
 from tsqp.link import WrappedChannel
+from tsqp.operator_table import LIGHT_OPERATORS
 from tsqp.page.seen import ReceivedTensors, Seen, VocabularyMatcher, describe_request, summarise
 
 HEAD_BYTES = 64

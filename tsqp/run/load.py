@@ -202,7 +202,10 @@ def open_runner(
     # takes a tenth of the time of a decoded token.
     gc.collect()
     gc.freeze()
-    said = [runner.leakage_summary] if runner.leakage_summary else []
+    from tsqp.leakage_summary import leakage_summary
+
+    summary = leakage_summary(policy, links_encrypted=runner.links_encrypted)
+    said = [summary] if summary else []
     said += added_leakage(policy, runner.engine.settings)
     said += runner.assignments if len(runner.assignments) > 1 else ()
     for line in said:

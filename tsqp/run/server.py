@@ -329,7 +329,7 @@ def _fingerprint(runner: Runner) -> str:
     The version and the kernels' variant are written out. The rest is a digest: model, policy,
     dtype, and for sampling torch's version and the instructions that it has chosen.
     """
-    said = [runner.model_digest, runner.linear_digest or "", policy_digest(runner.policy).hex()]
+    said = [*runner.digests, policy_digest(runner.policy).hex()]
     said += [str(runner.dtype), version("torch"), torch.backends.cpu.get_cpu_capability()]
     digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     return f"tsqp-{version('tsqp')}-{native.choice().variant}-{digest[:16]}"

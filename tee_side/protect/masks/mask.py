@@ -8,8 +8,8 @@ unmasking factors made in advance, or a second server.
 A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
 as class attributes, what it claims and what breaks it. A new one is one file: see
 docs/write-a-mask.md. The two exact ones, over the ring of 32-bit integers, are here: the one-time
-pad, and additive shares. The bases of the other three kinds are in `research`, beside this module.
-`find_mask` finds our two, those of installed packages, and files.
+pad, and additive shares. The bases of the other three kinds are in `tsqp.mask_kinds`. `find_mask`
+finds our two, those of installed packages, and files.
 
 Shape suffixes: T rows, I in_features, O out_features.
 """
@@ -19,27 +19,29 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel
 
-from protocol.errors import MaskError
+from protocol.errors import MaskError, PolicyError
 from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
 from protocol.prepared import Payload
 from tee_side.protect.randomness import Randomness
-from tee_side.words import Operator, is_projection
+from tee_side.protect.sites import site_number
+from tee_side.words import Operator, Site, is_projection
 
 if TYPE_CHECKING:
+    from protocol.model.checkpoint import Checkpoint
+    from protocol.model.config import ModelConfig
+    from protocol.model.weights import LayerNorms
     from tee_side import plugins
 
 Kind = Literal["row", "feature", "segment", "additive"]
-# Those whose server holds weights that `tsqp provision` has transformed.
-PROVISIONED: tuple[Kind, ...] = ("feature", "segment")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,11 @@ def as_it_is(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def in_the_clear(x: torch.Tensor) -> Masked:
+    """Send what no mask hides. GPU sees: the input itself."""
+    return Masked((x,), as_it_is)
+
+
 @dataclass(frozen=True, slots=True)
 class Factors:
     """Prepared for one exchange: `r` [T, I] to add, and `u` = r W [T, O] to take away again."""
@@ -89,8 +96,44 @@ class Factors:
     u: torch.Tensor = field(repr=False)
 
 
+# Hides the input of one linear operator.
+Hide: TypeAlias = Callable[[torch.Tensor], Masked]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MaskKey:
+    """What the TEE undoes the weights of a provisioned server with.
+
+    Secret but for `provision_id`, the name that the server repeats, and `server_linear_digest`,
+    that of the weights that the server got (both SHA-256 in hex). `transforms`: hides each site's
+    input, with fresh randomness for noise. `hide_states`: hides the hidden states that enter a
+    segment, with randomness for the noise of each row, which is the same where a row is sent again;
+    `unmask_logits`: of a segment that ends in logits.
+    """
+
+    provision_id: str
+    server_linear_digest: str
+    transforms: Mapping[Site, Callable[[torch.Tensor, Randomness], Masked]]
+    hide_states: Callable[[torch.Tensor, Iterator[Randomness]], Masked] | None = None
+    unmask_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Given:
+    """What a mask gets for the input of one site.
+
+    `draw`: pads of a site, by its number, for so many rows. `draw`, `key`: None where the run has
+    none.
+    """
+
+    site: Site
+    randomness: Randomness
+    draw: Callable[[int, int], Factors] | None = None
+    key: MaskKey | None = None
+
+
 class Mask(BaseModel, frozen=True, extra="forbid"):
-    """Base of all masks; subclass one of the kinds, which are below and in `masks.research`.
+    """Base of all masks; subclass one of the kinds, below or in `tsqp.mask_kinds`.
 
     Required class attributes:
       name         how policies name it
@@ -125,12 +168,12 @@ class Mask(BaseModel, frozen=True, extra="forbid"):
         if "name" not in cls.__dict__:
             return  # one of the kinds
         required = ("kind", "hides", "known_break", "broken", "source", "tolerance", "cost")
-        missing = [attribute for attribute in required if not hasattr(cls, attribute)]
         where = f"mask {cls.__name__}"
         MaskError.unless(
             "kind" not in cls.__dict__, where, "a kind of its own", "a base class, which has one"
         )
-        missing = [*missing, *sorted(cls.__abstractmethods__)]
+        missing = [attribute for attribute in required if not hasattr(cls, attribute)]
+        missing += sorted(cls.__abstractmethods__)
         expected = "what every mask of its kind has to say and do"
         MaskError.unless(not missing, where, f"no {', '.join(missing)}", expected)
         MaskError.unless(
@@ -147,6 +190,13 @@ class Mask(BaseModel, frozen=True, extra="forbid"):
             "uniform = True and broken = True",
             "one of them: uniform numbers tell nothing",
         )
+
+    def hiding(self, given: Given) -> Hide:
+        """Return how the mask hides the input of a linear operator.
+
+        Raises PolicyError for what it needs and has not been given.
+        """
+        raise PolicyError(f"mask {self.name}", "a linear operator", "a mask that hides its input")
 
     @property
     def verifiable(self) -> bool:
@@ -183,6 +233,13 @@ class AdditiveMask(Mask):
     def mask(self, x_TI: torch.Tensor, factors: Factors) -> Masked:
         """Hide the input. GPU sees: `Masked.sent`."""
 
+    def hiding(self, given: Given) -> Hide:
+        """See `Mask.hiding`."""
+        number, draw = site_number(*given.site), given.draw
+        if draw is None:
+            raise PolicyError(f"mask {self.name}", "no factors", "pads made in advance")
+        return lambda x_TI: self.mask(x_TI, draw(number, x_TI.shape[0]))
+
 
 class SharingMask(Mask):
     """Splits the input over two services that must not collude; needs nothing made ahead."""
@@ -193,6 +250,28 @@ class SharingMask(Mask):
     @abstractmethod
     def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
         """Split the input. Each service sees: one tensor, or seed, of `Masked.sent`."""
+
+    def hiding(self, given: Given) -> Hide:
+        """See `Mask.hiding`."""
+        return lambda x_TI: self.mask(x_TI, given.randomness)
+
+
+class ProvisionedMask(Mask):
+    """Needs a server whose weights were transformed ahead, and the key that undoes that."""
+
+    @abstractmethod
+    def load_key(
+        self,
+        path: Path | None,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        norms: Sequence[LayerNorms],
+    ) -> MaskKey:
+        """Read the key of this mask and model. `norms`: of each layer, from the TEE's own model.
+
+        Raises SettingsError for no path, FeatureKeyError, and MaskError for a norm that the mask
+        cannot fold.
+        """
 
 
 class Pad(AdditiveMask):
@@ -309,8 +388,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of this mo
     def __getattr__(name: str) -> object:
         moved = (
             "RowMask MaskedProduct FeatureMask FeatureSite KeyedTransform SegmentMask KeyedSegment"
-            " ProvisionedMask TransformKey"
         )
         if name in moved.split():
-            raise ImportError(f"{name} is in tee_side.protect.masks.research")
+            raise ImportError(f"{name} is in tsqp.mask_kinds")
         raise AttributeError(name)

@@ -9,7 +9,7 @@ with, and dropped: that costs six times the product for 32 tokens, and half of i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -24,11 +24,10 @@ from protocol.integer import ring_product
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
-from protocol.model.weights import CPU, QuantizedLinear, load_linear, load_quantized
+from protocol.model.weights import CPU, load_linear
 from tee_side.protect.masks.mask import AdditiveMask, Factors
 from tee_side.protect.pads.store import Draw, PadStore, Words
-from tee_side.protect.sites import SiteShape
-from tee_side.words import Site
+from tee_side.protect.sites import IntegerSites, SiteShape
 
 if TYPE_CHECKING:
     from tee_side.protect.pads.background_maker import BackgroundMaker, TellLoad
@@ -96,35 +95,18 @@ def read_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
     arithmetic: Arithmetic,
-    check: Callable[[Site, QuantizedLinear], None] | None = None,
-    *,
-    held: Mapping[Site, QuantizedLinear] | None = None,
+    integers: IntegerSites | None = None,
 ) -> ReadWeight:
-    """Return a source that reads a weight from the model directory each time it is asked.
+    """Return a source of weights, which reads one from the model directory each time it is asked.
 
-    `check`: called with a site's quantised weights when they are first read, raises where they are
-    not those that its scales belong to; None where nothing is known to compare them with. `held`:
-    integers that are in memory anyway, checked by who put them there; they are not read, and may
-    still be filled afterwards. The source raises ModelError if the directory has changed, and what
-    `check` raises.
+    `integers`: of a run, which may hold some. The source raises ModelError, also where the
+    directory has changed.
     """
-    checked: set[Site] = set()
-
-    def integers(shape: SiteShape) -> torch.Tensor:
-        weights = None if held is None else held.get(shape.site)
-        if weights is None:
-            weights = load_quantized(checkpoint, config, shape.layer, shape.operator)
-            if check is not None and shape.site not in checked:
-                check(shape.site, weights)
-                checked.add(shape.site)
-        return weights.weight
-
-    def floats(shape: SiteShape) -> torch.Tensor:
-        return load_linear(
-            checkpoint, config, shape.layer, shape.operator, dtype=torch.float32, device=CPU
-        ).weight
-
-    return integers if arithmetic == "int8" else floats
+    if arithmetic == "int8":
+        known = integers or IntegerSites(config, checkpoint, {}, torch.float32)
+        return lambda shape: known.weights(shape.site).weight
+    read = partial(load_linear, checkpoint, config, dtype=torch.float32, device=CPU)
+    return lambda shape: read(*shape.site).weight
 
 
 @dataclass(eq=False)

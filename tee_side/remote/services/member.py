@@ -30,7 +30,7 @@ from protocol.prepared import Traffic
 from tee_side.remote.services.plan import ReplicaGroup, one_service
 
 if TYPE_CHECKING:
-    from tee_side.protect.masks.research import TransformKey
+    from tee_side.protect.masks.mask import MaskKey
 
 log = logging.getLogger("tee_side")
 
@@ -61,7 +61,7 @@ class ServiceCheck:
         checkpoint: Checkpoint,
         *,
         arithmetic: Arithmetic = "float",
-        key: TransformKey | None = None,
+        key: MaskKey | None = None,
         linear: str | None = None,
         whole_layers: bool = False,
     ) -> None:

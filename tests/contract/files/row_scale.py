@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.masks.research import RowMask
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.draws import uniform
+from tsqp.mask_kinds import RowMask
 
 
 class RowScale(RowMask):

@@ -28,6 +28,7 @@ from tests.kit.leaks import (
 )
 from tests.kit.model import SavedModel, token_ids
 from tests.kit.rows import each_row
+from tsqp.feature_key import FeatureKey
 from tsqp.lab.leak.attack import Trace, TraceError
 from tsqp.lab.leak.model import Rate
 from tsqp.lab.leak.recording import (
@@ -41,7 +42,6 @@ from tsqp.lab.leak.recording import (
     play,
 )
 from tsqp.lab.leak.score import lengths, read_lengths
-from tsqp.lab.research.feature_key import FeatureKey
 
 # A row of each kind: in the clear, masks that add rows, products, pads, segments, two services.
 SEND = ("attention-in-tee", "row-rotation", "published-permuted", "shielded", "two-server", "cloak")

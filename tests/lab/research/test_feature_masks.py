@@ -10,12 +10,12 @@ from protocol.errors import MaskError
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, read_config
 from tee_side.protect.masks.mask import Factors
-from tee_side.protect.masks.research import FeatureMask, FeatureSite, KeyedTransform
 from tee_side.protect.randomness import Randomness
 from tests.kit.model import Models
 from tsqp.lab.research import feature_masks as masks
 from tsqp.lab.research.draws import integers, orthogonal, permutation, signs
 from tsqp.lab.research.row_masks import FloatNoise
+from tsqp.mask_kinds import FeatureMask, FeatureSite, KeyedTransform
 
 MASKS = [
     masks.FeaturePermutation(),

@@ -25,14 +25,14 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import read_config
 from tee_side.protect.masks.mask import Pad
-from tee_side.protect.masks.research import FeatureMask, SegmentMask
 from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp.cli.model_files import provision as command
+from tsqp.feature_key import FeatureKey
 from tsqp.lab.research import feature_masks as masks
 from tsqp.lab.research import provisioning
-from tsqp.lab.research.feature_key import FeatureKey
 from tsqp.lab.research.provisioning import Provisioned, provision
+from tsqp.mask_kinds import FeatureMask, SegmentMask
 
 MASKS = [masks.FeaturePermutation(), masks.FeatureRotation(block=20)]
 
@@ -323,5 +323,3 @@ def test_the_key_of_other_weights_or_of_another_mask_is_refused_with_both(
             key.check(config, checkpoint, mask)
         assert caught.value.got.startswith("feature-rotation block=16")
         assert caught.value.expected.startswith(f"{mask.name} block={mask.block}")
-        with pytest.raises(FeatureKeyError):
-            key.transforms(mask, config, [])

@@ -424,6 +424,13 @@ def test_all_connections_of_a_key_are_one_client() -> None:
     assert _taken(queue) == [("e", 4), ("a", 0), ("b", 1), ("c", 2)]
 
 
+def test_an_answer_without_waiting_is_a_turn_of_the_client_whatever_its_connection() -> None:
+    came = [_from("a", 0, key=b"one"), _from("b", 1, key=b"one"), _from("c", 2, key=b"other")]
+    listener = Listener([message for (message,) in came])
+    run_loop(listener, lambda request: RESULT)
+    assert [number for number, _ in listener.outcomes] == [0, 2, 1]
+
+
 def test_what_was_taken_makes_room_for_its_client() -> None:
     queue = FairQueue(QueueLimits(bytes=100))
     queue.put(_message("a", 1, 60))

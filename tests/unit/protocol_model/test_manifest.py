@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import ManifestError, ModelError
 from protocol.model import files
-from protocol.model.at_rest import MAX_MANIFEST_BYTES, PINNED_FILES, Manifest
+from protocol.model.at_rest import MAX_MANIFEST_BYTES, Manifest
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -25,7 +25,7 @@ from protocol.model.config import read_config
 from protocol.model.weights import load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.rows import each_row
-from tsqp.model_at_rest import make_manifest
+from tsqp.model_at_rest import PINNED_FILES, make_manifest
 from tsqp.run.settings import model_directory
 
 DOWN = "model.layers.1.mlp.down_proj.weight"

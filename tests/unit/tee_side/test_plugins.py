@@ -23,7 +23,7 @@ from tests.kit.rows import each_row
 ONE = """
 from typing import ClassVar
 from tee_side.protect.masks.mask import Masked
-from tee_side.protect.masks.research import RowMask
+from tsqp.mask_kinds import RowMask
 from tsqp.lab.research.row_masks import RowMix
 
 class One(RowMix):
@@ -34,7 +34,7 @@ class Two(One):
     name: ClassVar[str] = "two"
 """
 HALF = """
-from tee_side.protect.masks.research import RowMask
+from tsqp.mask_kinds import RowMask
 class Half(RowMask):
     name = "half"
     hides = known_break = source = cost = "x"
@@ -153,7 +153,7 @@ def test_what_is_wrong_with_a_file_is_one_line_with_its_path(
         (
             "from tee_side.protect.masks.mask import RowMask",
             "",
-            ": got ImportError: RowMask is in tee_side.protect.masks.research, expected a file",
+            ": got ImportError: RowMask is in tsqp.mask_kinds, expected a file",
         ),
     ],
 )

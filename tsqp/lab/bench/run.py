@@ -20,10 +20,10 @@ from protocol.errors import ModelError, SettingsError, TsqpError
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.tensors import ITEMSIZE
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
 from tsqp.extras import require
+from tsqp.feature_key import FeatureKey
 from tsqp.lab.bench import prepare
 from tsqp.lab.bench.job import (
     Answer,
@@ -47,7 +47,7 @@ from tsqp.lab.bench.results import (
 from tsqp.lab.bench.shapes import shape_of
 from tsqp.lab.bench.worker import measure
 from tsqp.lab.measure import describe_machine, in_fresh_process, peak_bytes, run_job
-from tsqp.lab.research.feature_key import FeatureKey
+from tsqp.leakage_summary import leakage_summary
 
 
 class Bench:

@@ -17,7 +17,6 @@ from protocol.errors import SettingsError
 from protocol.messages import Arithmetic
 from protocol.model.config import ModelConfig, read_config
 from protocol.tensors import torch_dtype
-from tee_side.policy.leakage_summary import SEEN, leakage_summary
 from tee_side.policy.placement import AttentionWindow, Policy
 from tee_side.protect.masks.mask import Kind, Mask
 from tee_side.protect.pads.bank_files import MAX_GROUP, slot_bytes
@@ -37,6 +36,7 @@ from tsqp.lab.bench.job import pad_phases
 from tsqp.lab.bench.results import Document
 from tsqp.lab.explain.traffic import Cost, Crossing, Headers, PhaseCost, StepTraffic
 from tsqp.lab.research.feature_masks import noise_of
+from tsqp.leakage_summary import SEEN, leakage_summary
 from tsqp.run.bank import pad_layouts
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table

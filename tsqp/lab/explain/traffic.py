@@ -35,9 +35,17 @@ from protocol.tensors import WireTensor, from_torch
 from tee_side.model.batch import Batch, KVCache, Take
 from tee_side.model.segment import SegmentCall, Sessions
 from tee_side.policy.placement import Policy, Segment
-from tee_side.protect.masking import Hide, MaskRules, linear_masking
-from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked
-from tee_side.protect.masks.research import FeatureMask, KeyedTransform
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.masks.mask import (
+    AdditiveMask,
+    Factors,
+    Given,
+    Hide,
+    Mask,
+    Masked,
+    MaskKey,
+    in_the_clear,
+)
 from tee_side.protect.randomness import KEY_BYTES, Randomness
 from tee_side.protect.sites import FloatSite, IntegerSite
 from tee_side.protect.verification import UNVERIFIED
@@ -53,8 +61,8 @@ from tee_side.words import (
     is_projection,
 )
 from tsqp.lab.bench.results import Document
-from tsqp.lab.research.feature_key import GAINS, site_transform
 from tsqp.lab.research.operators import product_call, rows_call
+from tsqp.mask_kinds import GAINS, FeatureMask, site_transform
 
 
 class Cost(Document):
@@ -322,13 +330,14 @@ class StepTraffic:
         if isinstance(mask, AdditiveMask):
             _, (outputs, _) = self._config.row_layout(operator)
             return partial(_under_zeros, mask, outputs)
-        transforms: dict[Site, KeyedTransform] | None = None
+        key: MaskKey | None = None
         if isinstance(mask, FeatureMask) and is_linear(operator):
             # From a key that is not kept.
             seed = bytes(Randomness().bytes(KEY_BYTES))
             gain_D = torch.ones(self._config.hidden_size) if operator in GAINS else None
-            transforms = {site: site_transform(mask, self._config, seed, layer, operator, gain_D)}
-        return linear_masking(mask, site, Randomness(), transforms=transforms)
+            found = site_transform(mask, self._config, seed, layer, operator, gain_D)
+            key = MaskKey("", "", {site: found.mask})
+        return in_the_clear if mask is None else mask.hiding(Given(site, Randomness(), key=key))
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=self._dtype)

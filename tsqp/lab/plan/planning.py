@@ -19,7 +19,6 @@ from protocol.errors import PolicyError, SettingsError
 from protocol.model.config import ModelConfig
 from protocol.tensors import ITEMSIZE
 from tee_side.engine.step import MIN_MICRO_BATCH_ROWS
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.words import LAYERLESS, OPERATORS, PHASES, is_linear
@@ -46,6 +45,7 @@ from tsqp.lab.plan.costs import (
 )
 from tsqp.lab.plan.layers import DECODED, measure, pads_needed
 from tsqp.lab.plan.predict import GLOO_GB_PER_S, GLOO_US, Hardware, crossover, predict, rpcs_of
+from tsqp.leakage_summary import leakage_summary
 from tsqp.run.bank import pad_layouts, product_operations
 from tsqp.run.process import bytes_for_people
 from tsqp.tables import definitions, table

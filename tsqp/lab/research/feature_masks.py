@@ -15,15 +15,15 @@ from protocol.errors import MaskError
 from protocol.model.checkpoint import FINAL_NORM
 from protocol.model.config import ModelConfig
 from tee_side.protect.masks.mask import Mask, Masked
-from tee_side.protect.masks.research import (
+from tee_side.protect.randomness import Randomness
+from tsqp.lab.research.draws import normal, orthogonal, permutation
+from tsqp.mask_kinds import (
     FeatureMask,
     FeatureSite,
     KeyedSegment,
     KeyedTransform,
     SegmentMask,
 )
-from tee_side.protect.randomness import Randomness
-from tsqp.lab.research.draws import normal, orthogonal, permutation
 
 _HALVINGS = 80
 # Smaller gains count as this part of the largest: 0 cannot be divided by, and no row gets longer.

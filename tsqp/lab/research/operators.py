@@ -23,7 +23,6 @@ from tee_side.model.operators import TeeLayer
 from tee_side.observer import timed
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import Mask, Masked, as_it_is
-from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import Weights
 from tee_side.protect.verification import UNVERIFIED, ResultCheck, Unverified
@@ -35,6 +34,7 @@ from tsqp.lab.research.float_check import (
     ProductCheck,
     Tolerance,
 )
+from tsqp.mask_kinds import MaskedProduct, RowMask
 
 Tensor = torch.Tensor
 
@@ -81,7 +81,7 @@ class RemoteLMHead(_Remote):
     def _secrets(self) -> FloatSecrets:
         parts = self._parts
         return FloatSecrets.draw(
-            _HEAD, Weights(parts.config, parts.checkpoint, parts.dtype, {}), Randomness()
+            _HEAD, Weights(parts.config, parts.checkpoint, parts.dtype), Randomness()
         )
 
     def bind(

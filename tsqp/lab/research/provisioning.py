@@ -42,10 +42,17 @@ from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
 from protocol.model.weights import CPU, load_linear, load_tensor
 from tee_side.protect.masks.mask import Mask
-from tee_side.protect.masks.research import FeatureMask, KeyedSegment, ProvisionedMask
 from tee_side.protect.randomness import KEY_BYTES
-from tsqp.lab.research.feature_key import GAINS, FeatureKey, keyed_segment, site_transform
+from tsqp.feature_key import FeatureKey
 from tsqp.lab.research.feature_masks import noise_of
+from tsqp.mask_kinds import (
+    GAINS,
+    FeatureMask,
+    KeyedSegment,
+    SegmentMask,
+    keyed_segment,
+    site_transform,
+)
 
 CONFIG_FILE = "config.json"
 
@@ -88,7 +95,7 @@ def provision(
 
     GPU side gets: `server_dir`, and must not get `key_path`.
     """
-    if not isinstance(mask, ProvisionedMask):
+    if not isinstance(mask, FeatureMask | SegmentMask):
         raise MaskError(
             f"mask {mask.name}",
             got=f"a mask of kind {mask.kind}",
@@ -244,7 +251,7 @@ class _Conversion:
 
     config: ModelConfig
     checkpoint: Checkpoint
-    mask: ProvisionedMask
+    mask: FeatureMask | SegmentMask
     seed: bytes
     shapes: Mapping[str, tuple[int, ...]]
 

@@ -6,7 +6,6 @@ import torch
 from pydantic import Field
 
 from tee_side.protect.masks.mask import AdditiveMask, Factors, Masked
-from tee_side.protect.masks.research import MaskedProduct, RowMask
 from tee_side.protect.randomness import Randomness
 from tsqp.lab.research.draws import (
     integers,
@@ -16,6 +15,7 @@ from tsqp.lab.research.draws import (
     signs,
     uniform,
 )
+from tsqp.mask_kinds import MaskedProduct, RowMask
 
 
 class RowPermutation(RowMask):

@@ -44,7 +44,7 @@ def _local(model: SavedModel, policy: Policy, dtype: torch.dtype = torch.float32
         integers = IntegerSites(config, checkpoint, biases, dtype)
     sites = policy.sites_here(config.num_hidden_layers)
     parts = RunParts(policy, config, checkpoint, dtype)
-    return load_local_operators(parts, sites=sites, integers=integers, held={})
+    return load_local_operators(parts, sites=sites, integers=integers)
 
 
 def test_sites_are_those_that_stay_in_some_phase_of_some_layer(saved_model: Models) -> None:

@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.errors import PolicyError
-from tee_side.policy.leakage_summary import leakage_summary
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
 from tee_side.protect.masks.mask import Pad, Shares
 from tee_side.words import OPERATORS, LayerRange
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_masks import RowMix, RowPermutation
+from tsqp.leakage_summary import leakage_summary
 
 LAYERS = 3
 LINEAR = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}

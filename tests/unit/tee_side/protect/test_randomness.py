@@ -16,15 +16,25 @@ from hypothesis import given
 
 from protocol.errors import MaskError, PolicyError
 from tee_side.protect import randomness
-from tee_side.protect.masking import MaskRules, linear_masking
-from tee_side.protect.masks.mask import Factors, Mask, Masked, Pad, Seed, Shares
-from tee_side.protect.masks.research import FeatureSite
+from tee_side.protect.masking import MaskRules
+from tee_side.protect.masks.mask import (
+    Factors,
+    Given,
+    Mask,
+    Masked,
+    MaskKey,
+    Pad,
+    Seed,
+    Shares,
+    in_the_clear,
+)
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
 from tee_side.protect.sites import site_number
 from tests.kit.rows import each_row
 from tsqp.lab.research.draws import normal
-from tsqp.lab.research.feature_masks import FeaturePermutation
+from tsqp.lab.research.feature_masks import FeaturePermutation, SegmentPermutation
 from tsqp.lab.research.row_masks import RowPermutation
+from tsqp.mask_kinds import FeatureSite
 
 KEY = bytes(range(32))
 
@@ -148,11 +158,11 @@ X = torch.arange(12.0).reshape(3, 4)
 
 
 def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
-    masked = linear_masking(None, (0, "o_proj"), Randomness())(X)
+    masked = in_the_clear(X)
     assert masked.sent[0] is masked.unmask(X) is X
     pads = Mock()
     pads.draw.return_value = Factors(torch.full((3, 4), 7).int(), torch.ones(3, 2).int())
-    masked = linear_masking(Pad(), (5, "down_proj"), Randomness(), pads=pads)(X.int())
+    masked = Pad().hiding(Given((5, "down_proj"), Randomness(), pads.draw))(X.int())
     assert torch.equal(cast("Tensor", masked.sent[0]), X.int() + 7)
     assert masked.unmask(torch.ones(3, 2).int() * 3).tolist() == [[2, 2]] * 3
     pads.draw.assert_called_once_with(site_number(5, "down_proj"), 3)
@@ -160,28 +170,26 @@ def test_pads_and_keyed_maps_are_those_of_the_site() -> None:
     transforms: Any = {
         (layer, "o_proj"): mask.transform(
             FeatureSite(4, (4,), None, Randomness(bytes([layer]) * 32))
-        )
+        ).mask
         for layer in range(2)
     }
-    hides = [
-        linear_masking(mask, (layer, "o_proj"), Randomness(), transforms=transforms)
-        for layer in range(3)
-    ]
-    first, second = (cast("Tensor", hide(X).sent[0]) for hide in hides[:2])
+    given = [Given((n, "o_proj"), Randomness(), key=MaskKey("", "", transforms)) for n in range(3)]
+    hides = [mask.hiding(one) for one in given[:2]]
+    first, second = (cast("Tensor", hide(X).sent[0]) for hide in hides)
     assert not torch.equal(first, second)
     with pytest.raises(KeyError):
-        hides[2](X)
+        mask.hiding(given[2])
 
 
 def test_a_mask_that_lacks_what_it_needs_is_refused() -> None:
     lacking: Any = {
         "no key": FeaturePermutation(),
         "no factors": Pad(),
-        "Mock, expected a RowMask": Mock(),
+        "a linear operator": SegmentPermutation(),
     }
     for got, one in lacking.items():
         with pytest.raises(PolicyError, match=f"got {got}"):
-            linear_masking(one, (0, "o_proj"), Randomness())
+            one.hiding(Given((0, "o_proj"), Randomness()))
 
 
 def _same(y: Tensor) -> Tensor:

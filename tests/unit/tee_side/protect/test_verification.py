@@ -144,7 +144,7 @@ def _secrets(model: SavedModel, policy: Policy, integers: IntegerSites | None = 
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     if policy.arithmetic == "int8" and integers is None:
         integers = IntegerSites(config, checkpoint, {}, torch.float32)
-    weights = Weights(config, checkpoint, torch.float32, {}, integers)
+    weights = Weights(config, checkpoint, torch.float32, integers)
     checks = find_checks(policy.name, policy.served_arithmetic)
     verified = policy.sites(3, lambda placed: placed.verify != "none")
     return {site: checks.draw(site, weights, Randomness()) for site in verified}

@@ -23,19 +23,18 @@ from protocol.integer import ring_product
 from protocol.messages import Request, RingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
-from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import Mask, Shares
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Claim, rows_of_part
-from tee_side.protect.sites import Weights
+from tee_side.protect.sites import IntegerSites, Weights
 from tee_side.protect.verification import ExactCheck, LinearCheck
 from tee_side.remote import fault_attribution
 from tee_side.remote.call import run
 from tee_side.remote.fault_attribution import Refused, find_liars, refuse
-from tee_side.words import Operator
+from tee_side.words import Operator, Site
 from tests.kit.fakes import World
 from tests.kit.lie import Change, Lying
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
@@ -204,23 +203,27 @@ def test_what_cannot_be_found_out_spares_no_liar_and_what_is_ours_bars_no_servic
         assert record.fields == fields  # type: ignore[attr-defined]
 
 
-GATE_UP = (1, "gate_up_proj")
+GATE_UP: Site = (1, "gate_up_proj")
 MODULES: Any = ("gate_proj", "up_proj")
 
 
 def _check(model: SavedModel, *, held: bool) -> LinearCheck:
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
-    kept: dict[Any, Any] = {GATE_UP: load_quantized(checkpoint, config, 1, "gate_up_proj")}
-    weights = Weights(config, checkpoint, torch.float32, kept if held else {})
-    exact = ExactCheck.draw(kept[GATE_UP].weight, Randomness())
-    return LinearCheck(exact, weights, (1, "gate_up_proj"))
+    integers = IntegerSites(config, checkpoint, {}, torch.float32)
+    found = integers.weights(GATE_UP)
+    if held:
+        integers.held[GATE_UP] = found
+    weights = Weights(config, checkpoint, torch.float32, integers)
+    return LinearCheck(ExactCheck.draw(found.weight, Randomness()), weights, GATE_UP)
 
 
 def _claim(model: SavedModel, names: tuple[Any, ...] = MODULES, seed: int = 1) -> Claim:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-(2**31), 2**31, (5, 48), dtype=torch.int32, generator=generator)
     request = RingLinearRequest(layer_idx=1, module_names=names, elements=from_torch(x))
-    weight = _check(model, held=True).weights.held[GATE_UP]
+    integers = _check(model, held=True).weights.integers
+    assert integers is not None
+    weight = integers.held[GATE_UP]
     parts = [weight.weight[weight.rows[module]] for module in names]
     return Claim(request, ring_product(x, torch.cat(parts)))
 

@@ -10,45 +10,27 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.curve import read_text
 from protocol.errors import (
     FeatureKeyError,
     KeyFileError,
-    MaskError,
     describe_untrusted,
 )
-from protocol.messages import FUSED_MODULES, Digest, LinearOperator
-from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest, norm_names
+from protocol.messages import Digest
+from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest
 from protocol.model.config import ModelConfig
 from protocol.validation import expectation
-from tee_side.protect.masks.mask import describe_mask
-from tee_side.protect.masks.research import (
-    FeatureMask,
-    FeatureSite,
-    KeyedSegment,
-    KeyedTransform,
-    ProvisionedMask,
-    SegmentMask,
-)
-from tee_side.protect.randomness import Randomness, derive_key
-from tee_side.words import Site
+from tee_side.protect.masks.mask import Mask, describe_mask
+from tee_side.protect.randomness import derive_key
 from tsqp.key_files import write_new
 
 _MODE = 0o600
 _MAX_BYTES = 65536
-
-# The RMSNorm in front of an operator; o_proj and down_proj have none.
-GAINS: dict[LinearOperator, str] = {
-    "qkv_proj": "input_layernorm",
-    "gate_up_proj": "post_attention_layernorm",
-}
 
 
 class FeatureKey(BaseModel):
@@ -134,7 +116,7 @@ class FeatureKey(BaseModel):
         )
         return key
 
-    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
+    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: Mask) -> None:
         """Check that the key is one of this model and mask. Raises FeatureKeyError with both.
 
         Linear weights are compared where the directory has them.
@@ -153,62 +135,10 @@ class FeatureKey(BaseModel):
             )
         self._check_mask(mask)
 
-    def _check_mask(self, mask: ProvisionedMask) -> None:
+    def _check_mask(self, mask: Mask) -> None:
         FeatureKeyError.unless(
             (self.mask, self.options) == (mask.name, mask.model_dump(mode="json")),
             "key: mask",
             describe_mask(self.mask, self.options),
             f"{mask.described()}, as in the policy",
         )
-
-    def transforms(
-        self,
-        mask: FeatureMask,
-        config: ModelConfig,
-        gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> dict[Site, KeyedTransform]:
-        """Make every site's map.
-
-        `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`,
-        from the TEE's own model. Raises FeatureKeyError for another mask, MaskError for a gain that
-        the mask cannot fold.
-        """
-        self._check_mask(mask)
-        seed = bytes.fromhex(self.seed)
-        return {
-            (layer, operator): site_transform(mask, config, seed, layer, operator, gain)
-            for layer, (attention, mlp) in enumerate(gains)
-            for operator, gain in zip(FUSED_MODULES, (attention, None, mlp, None), strict=True)
-        }
-
-    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
-        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
-        self._check_mask(mask)
-        return keyed_segment(mask, config, bytes.fromhex(self.seed))
-
-
-def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
-    """Make the map of the residual stream, the same one each time."""
-    return mask.keyed(config, Randomness(seed).derive(b"segment"))
-
-
-def site_transform(
-    mask: FeatureMask,
-    config: ModelConfig,
-    seed: bytes,
-    layer: int,
-    operator: LinearOperator,
-    gain: torch.Tensor | None,
-) -> KeyedTransform:
-    """Make one site's map, the same each time. Raises MaskError that names the gain's tensor."""
-    shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
-    outputs = tuple(shape[0] for shape in shapes)
-    randomness = Randomness(seed).derive(f"feature {layer} {operator}".encode())
-    try:
-        return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
-    except MaskError as error:
-        norm = GAINS.get(operator)
-        site = norm_names(config, layer)[norm] if norm else f"{operator} in layer {layer}"
-        raise MaskError(
-            f"mask {mask.name}: {site}: {error.where}", got=error.got, expected=error.expected
-        ) from None

@@ -1,6 +1,6 @@
 """The bases of row, feature and segment masks, which trade exactness or secrecy for speed.
 
-A run under pads or shares imports none of this. Shape suffixes: T rows, I in_features,
+A new mask of one of these kinds is a subclass. Shape suffixes: T rows, I in_features,
 O out_features; B heads, and M, J, N for the product [B, M, J] x [B, J, N]. Those of segments are
 `protocol.model.forward`'s.
 """
@@ -11,17 +11,25 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal
 
 import torch
 
-from protocol.errors import FeatureKeyError, SettingsError
-from protocol.model.checkpoint import Checkpoint
+from protocol.errors import MaskError, PolicyError, SettingsError
+from protocol.messages import FUSED_MODULES, LinearOperator
+from protocol.model.checkpoint import Checkpoint, norm_names
 from protocol.model.config import ModelConfig
-from tee_side.plugins import load_entry_point, one_entry_point
-from tee_side.protect.masks.mask import Mask, Masked
+from protocol.model.weights import LayerNorms
+from tee_side.protect.masks.mask import Given, Hide, Mask, Masked, MaskKey, ProvisionedMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Site
+from tsqp.feature_key import FeatureKey
+
+# The RMSNorm in front of an operator; o_proj and down_proj have none.
+GAINS: dict[LinearOperator, str] = {
+    "qkv_proj": "input_layernorm",
+    "gate_up_proj": "post_attention_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,10 @@ class RowMask(Mask):
         """Hide both operands of an attention product. Override to support it."""
         raise NotImplementedError
 
+    def hiding(self, given: Given) -> Hide:
+        """See `Mask.hiding`."""
+        return lambda x_TI: self.mask(x_TI, given.randomness)
+
     @classmethod
     def supports(cls, operator: Operator) -> bool:
         """Linear operators and the LM head; others if their method is there."""
@@ -99,13 +111,52 @@ class KeyedTransform:
         """Hide the input. GPU sees: `Masked.sent`. `randomness`: fresh, for noise."""
 
 
-class FeatureMask(Mask):
-    """Acts on the hidden axis, by a map that the server's weights have undone in advance.
+class StaticMask(ProvisionedMask):
+    """Made once by `tsqp provision`, from a key that stays in the TEE."""
 
-    Static: made once by `tsqp provision`, from a key that stays in the TEE.
-    """
+    def load_key(
+        self,
+        path: Path | None,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        norms: Sequence[LayerNorms],
+    ) -> MaskKey:
+        """See `ProvisionedMask.load_key`."""
+        if path is None:
+            raise SettingsError(
+                "--key", "none", f"the key that tsqp provision --mask {self.name} wrote"
+            )
+        key = FeatureKey.load(path)
+        key.check(config, checkpoint, self)
+        return self.bind(key, config, norms)
+
+    @abstractmethod
+    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+        """Make the maps of a key that fits. Raises MaskError for a norm that cannot be folded."""
+
+
+class FeatureMask(StaticMask):
+    """Acts on the hidden axis, by a map that the server's weights have undone in advance."""
 
     kind: ClassVar[Literal["feature"]] = "feature"
+
+    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+        """See `StaticMask.bind`."""
+        seed = bytes.fromhex(key.seed)
+        transforms: dict[Site, Callable[[torch.Tensor, Randomness], Masked]] = {
+            (layer, operator): site_transform(self, config, seed, layer, operator, gain).mask
+            for layer, one in enumerate(norms)
+            for operator in FUSED_MODULES
+            for gain in [getattr(one, GAINS[operator]) if operator in GAINS else None]
+        }
+        return MaskKey(key.provision_id, key.server_linear_digest, transforms)
+
+    def hiding(self, given: Given) -> Hide:
+        """See `Mask.hiding`. Raises PolicyError without the key."""
+        if given.key is None:
+            raise PolicyError(f"mask {self.name}", "no key", "--key, as tsqp provision wrote it")
+        transform = given.key.transforms[given.site]
+        return lambda x_TI: transform(x_TI, given.randomness)
 
     @abstractmethod
     def transform(self, site: FeatureSite) -> KeyedTransform:
@@ -142,11 +193,10 @@ class KeyedSegment:
         raise NotImplementedError
 
 
-class SegmentMask(Mask):
+class SegmentMask(StaticMask):
     """Acts on the residual stream through whole layers, which the server computes by itself.
 
-    Static: made once by `tsqp provision`, from a key that stays in the TEE. `hides_head`: whether
-    the server can compute the LM head, too.
+    `hides_head`: whether the server can compute the LM head, too.
     """
 
     kind: ClassVar[Literal["segment"]] = "segment"
@@ -155,6 +205,12 @@ class SegmentMask(Mask):
     @abstractmethod
     def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
         """Make the map; `randomness`: the same at provisioning and in the TEE."""
+
+    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+        """See `StaticMask.bind`."""
+        keyed = keyed_segment(self, config, bytes.fromhex(key.seed))
+        digests = key.provision_id, key.server_linear_digest
+        return MaskKey(*digests, {}, keyed.mask, keyed.unmask_logits)
 
     @property
     def verifiable(self) -> bool:
@@ -167,62 +223,28 @@ class SegmentMask(Mask):
         return operator == "segment" or (operator == "lm_head" and cls.hides_head)
 
 
-# Of the kinds in `PROVISIONED`.
-ProvisionedMask: TypeAlias = FeatureMask | SegmentMask
+def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
+    """Make the map of the residual stream, the same one each time."""
+    return mask.keyed(config, Randomness(seed).derive(b"segment"))
 
 
-class TransformKey(Protocol):
-    """The key of a feature or segment mask: it undoes the weights of a provisioned server.
-
-    Secret but for `provision_id`, the name that the server repeats, and `server_linear_digest`,
-    that of the weights that the server got (both SHA-256 in hex). The code that makes and reads
-    such keys is an installed package's: the entry point `feature` of the group `tsqp.keys`.
-    """
-
-    provision_id: str
-    server_linear_digest: str
-
-    @classmethod
-    def load(cls, path: Path) -> TransformKey:
-        """Read a key. Raises FeatureKeyError."""
-
-    def check(self, config: ModelConfig, checkpoint: Checkpoint, mask: ProvisionedMask) -> None:
-        """Check that the key is one of this model and mask. Raises FeatureKeyError."""
-
-    def transforms(
-        self,
-        mask: FeatureMask,
-        config: ModelConfig,
-        gains: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> dict[Site, KeyedTransform]:
-        """Make every site's transform.
-
-        `gains`: of each layer, the weights [D] of `input_layernorm` and `post_attention_layernorm`.
-        Raises FeatureKeyError for another mask, MaskError for a gain that the mask cannot fold.
-        """
-
-    def segment(self, mask: SegmentMask, config: ModelConfig) -> KeyedSegment:
-        """Make the residual stream's map. Raises FeatureKeyError for another mask."""
-
-
-def load_key(
-    path: Path | None, mask: ProvisionedMask, config: ModelConfig, checkpoint: Checkpoint
-) -> TransformKey:
-    """Read the key of a mask through the package that makes such keys.
-
-    Raises SettingsError for no path, FeatureKeyError, and PluginError for a package that does not
-    load.
-    """
-    if path is None:
-        raise SettingsError(
-            "--key", "none", f"the key that tsqp provision --mask {mask.name} wrote"
-        )
-    if (entry := one_entry_point("tsqp.keys", "feature")) is None:
-        raise FeatureKeyError(
-            str(path),
-            "no package that reads keys of such masks",
-            "one that registers 'feature' in the entry points tsqp.keys, as tsqp does",
-        )
-    key: TransformKey = load_entry_point(entry).load(path)
-    key.check(config, checkpoint, mask)
-    return key
+def site_transform(
+    mask: FeatureMask,
+    config: ModelConfig,
+    seed: bytes,
+    layer: int,
+    operator: LinearOperator,
+    gain: torch.Tensor | None,
+) -> KeyedTransform:
+    """Make one site's map, the same each time. Raises MaskError that names the gain's tensor."""
+    shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
+    outputs = tuple(shape[0] for shape in shapes)
+    randomness = Randomness(seed).derive(f"feature {layer} {operator}".encode())
+    try:
+        return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
+    except MaskError as error:
+        norm = GAINS.get(operator)
+        site = norm_names(config, layer)[norm] if norm else f"{operator} in layer {layer}"
+        raise MaskError(
+            f"mask {mask.name}: {site}: {error.where}", got=error.got, expected=error.expected
+        ) from None
