@@ -247,7 +247,7 @@ class Assembly:
         def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
-            # First: it reads the weight, whose scales the site then has.
+            # Before `integers[site]`: drawing the check reads the weight, and it is not read again.
             check = UNVERIFIED if verify == "none" else self._secrets[site].under(mask)
             of_site: LinearSite = (
                 FloatSite(None if bias_leaves else self._biases.get(site))

@@ -1,8 +1,9 @@
 """Says how good a model is in integers: its next tokens beside those of float32.
 
 Everything happens in the TEE, and no service is asked. All tokens go through the model side by
-side, as several sequences of one step, in float32 and then in integers, so a pass reads each weight
-once and drops it: memory is that of one linear operator, plus activations, plus the embedding.
+side, as several sequences of one step: first in float32, then in integers. Each weight is read when
+its operator is called, and dropped. Memory is that of one operator in floats and in integers, the
+embedding, the LM head in both, and activations.
 
 Each row of inputs has up to 16 bits under a scale of its own, so what is lost is the rounding of
 the weights to int8, under one scale for each output. Weights with large outliers lose much, and
@@ -48,14 +49,15 @@ from tee_side.protect.sites import IntegerSite, largest_input, load_biases
 from tee_side.remote.call import run
 from tee_side.words import Operator, Site
 
-# Twice what Q8_0 of llama.cpp, emulated, loses of SmolLM2-135M: benchmarks/accuracy.py.
+# Of SmolLM2-135M, Q8_0 of llama.cpp, emulated, loses 0.004 to 0.006 nats, and 0.5 to 0.9 % of
+# perplexity: benchmarks/results/accuracy_smollm2.json.
 MAX_KL_NATS = 0.01
 MAX_PERPLEXITY_RATIO = 1.01
 
 MAX_CHUNK_TOKENS = 512
 
-# A median over this many rows is good enough, and the rows of all tokens are slow to multiply.
-_ERROR_ROWS = 64
+# Rows whose logits are compared at a time; and a median of errors over so many is good enough.
+_ROWS = 64
 _CHAT_WORDS = 60
 _NUMBER = re.compile("[0-9]{1,18}")
 
@@ -88,7 +90,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Ours."""
+        """Of our logits."""
         return math.exp(self.nats / self.tokens)
 
     @property
@@ -109,7 +111,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What integers cost a model. `error`: of an integer product, relative, at the `worst` site."""
+    """What integers cost a model.
+
+    `worst`: of the layers' linear operators, the one with the largest error of a product; `error`:
+    that error, relative.
+    """
 
     score: Score
     worst: Site
@@ -117,7 +123,7 @@ class Accuracy:
 
     @property
     def is_good(self) -> bool:
-        """Whether the model may well be run in integers."""
+        """Whether both bounds hold."""
         score = self.score
         # A comparison with NaN is false.
         return score.kl_nats <= MAX_KL_NATS and score.perplexity_ratio <= MAX_PERPLEXITY_RATIO
@@ -151,10 +157,10 @@ def measure(
 ) -> Accuracy:
     """Run `tokens` tokens of a text through a model directory, in float32 and in integers.
 
-    `text`: None for ours; where it is shorter, less is run. `chunks`: token ids instead of a text,
-    each a sequence of its own, of which the first `tokens` are run; the model then needs no
-    tokenizer. Raises ModelError, PromptError for a text without a next token or ids that the model
-    has not, and ActivationRangeError for activations that are not finite.
+    `text`: None for `default_text()`; a shorter one is run as a whole. `chunks`: token ids instead
+    of a text, each a sequence of its own, of which the first `tokens` are run; the model then needs
+    no tokenizer. Raises ModelError, PromptError for a text without a next token or ids that the
+    model has not, and ActivationRangeError for activations that are not finite.
     """
     config, checkpoint = read_config(model), Checkpoint(model)
     checkpoint.require(light_tensors(config) | linear_tensors(config))
@@ -202,7 +208,7 @@ def _compared(
     def in_floats(site: Site, x_TI: torch.Tensor) -> torch.Tensor:
         operator = floats(site)
         # Of some rows the error of the integer product, too.
-        sample_SI = x_TI[:: max(1, len(x_TI) // _ERROR_ROWS)]
+        sample_SI = x_TI[:: max(1, len(x_TI) // _ROWS)]
         expected_SO = linear(sample_SI, operator.weight)
         found_SO = integers(site, None)(sample_SI)
         # Module by module: large values next to q and k would hide what those have lost.
@@ -230,11 +236,13 @@ def _compared(
     right_head, found_head = floats(head), integers(head, None)
     score, start = Score(), 0
     for ids in chunks:
-        # The logits of all sequences could take more memory than the model.
-        rows = slice(start, start + len(ids) - 1)
-        right_TV = next_tokens(right_ND[rows], right_head)
-        score += compare(next_tokens(found_ND[rows], found_head), right_TV, ids[1:])
-        start = rows.stop
+        # The logits of all tokens could take more memory than the model.
+        for first in range(1, len(ids), _ROWS):
+            following = ids[first : first + _ROWS]
+            rows = slice(start, start + len(following))
+            right_TV = next_tokens(right_ND[rows], right_head)
+            score += compare(next_tokens(found_ND[rows], found_head), right_TV, following)
+            start = rows.stop
     worst = max(errors, key=lambda site: errors[site])
     return Accuracy(score, worst, errors[worst])
 
@@ -327,9 +335,9 @@ def site_name(site: Site) -> str:
 def sequences(tokenizer: Tokenizer, text: str, tokens: int, context: int) -> list[list[int]]:
     """Cut a text into sequences as a model gets them, `tokens` in all or as many as there are.
 
-    Each starts with what the tokenizer puts before a text: models have their largest activations
-    at the first token. The first is a conversation, where the model knows them, because the
-    special tokens of a chat occur in no text. Raises PromptError for a text without tokens.
+    Each starts with what the tokenizer puts before a text. The first is a conversation where the
+    model has a chat template: its special tokens occur in no text. Raises PromptError for a text
+    without tokens.
     """
     start = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,6 @@
-"""The bases of row, feature and segment masks, which trade exactness or secrecy for speed.
+"""The base classes of row, feature and segment masks.
+
+They compute in floats, so that results are equal within a tolerance.
 
 A new mask of one of these kinds is a subclass. Shape suffixes: T rows, I in_features,
 O out_features; B heads, and M, J, N for the product [B, M, J] x [B, J, N]. Those of segments are

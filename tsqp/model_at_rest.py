@@ -51,7 +51,8 @@ def make_manifest(
 ) -> Manifest:
     """Read a model directory and pin everything in it that the TEE may read, and the files `also`.
 
-    Linear weights may be missing, as they may in the TEE's directory; they are then not pinned.
+    Linear weights may be missing, as they may in the TEE's directory under policies in floats that
+    verify nothing; they are then not pinned.
     `progress(done, total)` is called after every tensor. Raises ModelError that names file and
     tensor for a directory that a TEE would refuse, and ManifestError for two files of one name.
     """

@@ -288,8 +288,9 @@ class _Trial:
     def _floats(self, number: int, dtype: torch.dtype) -> Iterator[Result]:
         rows, features, outs = size = (5, 150, 70)
         x = self._random(dtype, rows, features, scale=8.0)
+        x[1] = 0.0
         yield from self._sites(number, x)
-        x[1], x[3, 7], x[4, 9] = 0.0, torch.nan, torch.inf
+        x[3, 7], x[4, 9] = torch.nan, torch.inf
         x[2, 0] = torch.finfo(dtype).max
         gain, bias = self._random(dtype, features), self._random(dtype, outs)
         out, y = torch.empty_like(x), torch.empty(rows, outs, dtype=dtype)
@@ -317,9 +318,9 @@ class _Trial:
         yield self._written("expect", q, *size, low, high, to=expected)
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)
         right = (q.long() @ vectors.long().t()).contiguous()
-        for y, pad, own in ((sent, u, 0), (q, 0, scales), (sent, r, 0)):
-            holds = self._call("decode", number, y, pad, *size, own, factor, x, out, vectors, right)
-            yield torch.tensor([holds]), 0.0
+        for y, pad in ((sent, u), (q, 0), (sent, r)):
+            asked = (number, y, pad, *size, scales, factor, x, out, vectors, right)
+            yield torch.tensor([self._call("decode", *asked)]), 0.0
             yield out.clone(), 0.0
 
     def _attention(self, number: int, dtype: torch.dtype, dim: int) -> Iterator[Result]:

@@ -21,8 +21,8 @@ struct Kernels {
   // ---- integers ---------------------------------------------------------------------------------
 
   // q = round(x / scale), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
-  // `scales` [rows] gets each row's scale, its largest element / `largest`. Returns whether x is
-  // finite.
+  // `scales` [rows] gets each row's scale, its largest element / `largest`, or the smallest normal
+  // number. Returns whether x is finite.
   bool (*encode)(Float type, const void* x, int64_t rows, int64_t in, float largest, float* scales,
                  const int32_t* r, int32_t* q, int32_t* sent, Pool* pool);
 
@@ -32,10 +32,10 @@ struct Kernels {
                  const int32_t* high, uint64_t* expected, Pool* pool);
 
   // out = (y - u) * scales * factor + bias. y, u [rows, outs] int32; scales, float32 [rows], and
-  // factor, float32 [outs]; u, scales and bias may be absent; bias and out in `type`, rounded to it
-  // before and after the bias. With `vectors`
-  // [CHECKS, outs], returns whether sum_j (y - u)[row][j] * vectors[c][j] is as expected in every
-  // row; without, true. Without `out`, only checks. Each element of y is read once.
+  // factor, float32 [outs]; u and bias may be absent; bias and out in `type`, rounded to it before
+  // and after the bias. With `vectors` [CHECKS, outs], returns whether sum_j (y - u)[row][j] *
+  // vectors[c][j] is as expected in every row; without, true. Without `out`, only checks, and
+  // needs neither scales nor factor. Each element of y is read once.
   bool (*decode)(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
                  const float* scales, const float* factor, const void* bias, void* out,
                  const int32_t* vectors, const uint64_t* expected, Pool* pool);

@@ -161,23 +161,15 @@ def load_site(parts: RunParts, site: Site, integers: IntegerSites | None) -> Pro
     if parts.policy.arithmetic == "float":
         return load_linear(checkpoint, config, *site, dtype=dtype, device=CPU)
     if integers is not None:
-        integers.held[site] = integers.weights(site)
-        return partial(integer_product, integers.held[site], integers[site])
+        return partial(integer_product, integers.hold(site), integers[site])
     weights = load_quantized(checkpoint, config, *site)
     bias_O = load_bias(checkpoint, config, *site, dtype=dtype)
-    return partial(_int8_product, weights, IntegerSite(weights.scale, bias_O, dtype, INT8_MAX))
+    return partial(integer_product, weights, IntegerSite(weights.scale, bias_O, dtype, INT8_MAX))
 
 
 def not_here(_x: torch.Tensor) -> torch.Tensor:
     """Stand where an operator would, whose weights the TEE does not hold. Raises LookupError."""
     raise LookupError("an operator was called in the TEE that the policy placed on the GPU")
-
-
-def _int8_product(weights: QuantizedLinear, site: IntegerSite, x_TI: torch.Tensor) -> torch.Tensor:
-    """Compute with inputs of one digit, in one pass over a quarter of the bytes."""
-    if site.compiled:
-        return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
-    return site.decode(ring_product(site.quantise(x_TI), weights.weight, site.digits), x_TI)
 
 
 def integer_product(
@@ -187,8 +179,10 @@ def integer_product(
 
     In as many digits as the site's bound needs: the time is the same for every input.
     """
-    elements_TI, scale_T1 = site.scaled(x_TI)
-    return site.scale_back(ring_product(elements_TI, weights.weight, site.digits), scale_T1)
+    if site.compiled and site.digits == 1:  # in one pass over a quarter of the bytes
+        return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
+    elements_TI, scale_T1 = site.encode(x_TI)
+    return site.decode(ring_product(elements_TI, weights.weight, site.digits), scale_T1)
 
 
 # Attention of a layer of which at least one product leaves the TEE: of q [T, H, C], the last T rows

@@ -110,6 +110,9 @@ class SegmentCall:
     ) -> None:
         self._segment, self._sessions, self._key = segment, sessions, key
         self._rules = MaskRules(segment.placed.mask)
+        hides = key and key.hide_states and (key.unmask_logits or not segment.head)
+        if segment.placed.mask is not None and not hides:
+            self._rules.refuse("segment", "no key of its own", "the key that tsqp provision wrote")
         self._channel: Channel = settings.channels_at(segment.first)[0]
         # Behind the last layer nobody looks at the other rows.
         self._ends = segment.last == config.num_hidden_layers - 1
@@ -140,7 +143,7 @@ class SegmentCall:
             operator="segment",
             layer=segment.first,
             channels=(self._channel,),
-            encode=lambda operand: operand,
+            encode=lambda operand: (operand, None),
             hide=self._hide,
             requests=requests,
             rules=self._rules,

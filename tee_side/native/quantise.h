@@ -17,18 +17,19 @@ INLINE void encode_row(const T* x, int64_t in, float scale, const int32_t* r, in
 
 static bool encode(Float type, const void* x, int64_t rows, int64_t in, float largest,
                    float* scales, const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
-  bool endless = false;
+  bool finite = true;
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
       int64_t at = row * in;
       scales[row] = own_scale((const T*)x + at, in, largest);
       // NaN and infinity have the largest exponent there is.
-      if (bits_of<uint32_t>(scales[row]) >= 0x7f800000u) __atomic_store_n(&endless, true, __ATOMIC_RELAXED);
+      if (bits_of<uint32_t>(scales[row]) >= 0x7f800000u)
+        __atomic_store_n(&finite, false, __ATOMIC_RELAXED);
       encode_row((const T*)x + at, in, scales[row], r ? r + at : r, q + at, sent + at);
     });
   });
-  return !endless;
+  return finite;
 }
 
 static void expect(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,
@@ -64,9 +65,8 @@ INLINE bool decode_row(const int32_t* y, const int32_t* u, int64_t outs, const f
       for (int c = 0; c < CHECKS; c++)
         sums[c] = multiply_wide(sums[c], plain, load_integers(vectors + c * outs + j, count));
     if (!out) return;
-    f32x16 scaled = to_floats(plain);
-    if (scale) scaled = scaled * *scale;
-    scaled = rounded_to(out, scaled * load_floats(factor + j, count));
+    f32x16 scaled = to_floats(plain) * *scale * load_floats(factor + j, count);
+    scaled = rounded_to(out, scaled);
     if (bias) scaled = scaled + load_floats(bias + j, count);
     store_floats(out + j, scaled, count);
   });

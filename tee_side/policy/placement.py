@@ -211,8 +211,8 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
 
     `one_rpc_per_module`: q, k, v, gate and up each travel alone. `arithmetic`: whether the linear
     operators and the LM head are computed in floats; in int8 weights and a ring of integers,
-    wherever they run; or ("int8-dynamic") in int8 weights and int8 activations, of which each row
-    gets its scale when it is computed, as the TEE alone may know it. `prefill`: "stock" where a
+    wherever they run; or ("int8-dynamic", in the TEE alone) in int8 weights and inputs of eight
+    bits. `prefill`: "stock" where a
     prompt leaves under pads only while `decode_share` (None: half) of the pads that are kept ready
     stays for decode; otherwise the TEE computes it, to the same bits.
     """
@@ -327,7 +327,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
         yield (
             self.arithmetic == "int8-dynamic" and not in_tee,
             f'place = "gpu" with {arithmetic}',
-            'place = "tee": the scale of a row says how large it is',
+            'place = "tee": services compute "int8" alone',
         )
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias, cast
 
 import torch
 
@@ -42,11 +42,11 @@ class FloatSite:
 
     bias_O: torch.Tensor | None = None
 
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
+    def encode(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the input itself."""
-        return x_TI
+        return x_TI, None
 
-    def decode(self, y_TO: torch.Tensor, _x_TI: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, _: None) -> torch.Tensor:
         """Add the bias."""
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
@@ -54,10 +54,11 @@ class FloatSite:
 class IntegerSite:
     """Integers in a ring, each row under a scale of its own, which never leaves the TEE.
 
-    A row's largest element becomes `largest` in magnitude, so that no sum of its product wraps
-    (`largest_input`), and nothing about inputs need be known in advance. `factor_O`: float32, what
-    one step of an output's weights stands for; `dtype`: of inputs and outputs; `where`: how
-    messages begin.
+    A row's largest element becomes `largest` in magnitude, or less where its scale would be no
+    normal number, so that no sum of its product wraps (`largest_input`), and nothing about inputs
+    need be known in advance. `factor_O`: float32, what one step of an output's weights stands for;
+    `bias_O`: of the outputs, None for none; `dtype`: of inputs and outputs; `where`: how messages
+    begin.
     """
 
     def __init__(
@@ -75,69 +76,64 @@ class IntegerSite:
         self.digits = digits_below(largest)
         self.compiled = compiled_for(dtype)
 
-    def encode(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise a float input [T, I] to int32 [T, I]: round(x / scale), ties to even.
+    def encode(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise to round(x / scale), ties to even: int32 [T, I], and float32 scales [T, 1].
 
         Elementwise float32, so that a row's integers do not depend on the rows beside it. Raises
         ActivationRangeError for what is not finite.
 
-        GPU sees: the result, where a policy sends it in the clear; under a pad or shares, nothing.
+        GPU sees: the integers, where a policy sends them in the clear; under a pad or shares,
+        nothing; the scales never.
         """
-        return self.scaled(x_TI)[0]
-
-    def scaled(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what `encode` does, and the scale of each row, float32 [T, 1]."""
         if compiled_for(x_TI.dtype):
             q_TI, _, is_finite, scale_T, _ = compiled.encode(x_TI, self.largest, None)
             scale_T1 = scale_T[:, None]
         else:
-            scale_T1 = self._scales(x_TI)
+            q_TI, scale_T1 = self.quantise(x_TI)
             is_finite = bool(scale_T1.isfinite().all())
-            q_TI = self.quantise(x_TI)
         if not is_finite:
             self.refuse()
         return q_TI, scale_T1
 
-    def quantise(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Quantise to int32 [T, I]; of a row that is not finite to anything: so is its output."""
-        return x_TI.float().div(self._scales(x_TI)).round_().to(torch.int32)
+    def quantise(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `encode` does, with torch.
 
-    def decode(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """Scale back by the scales of the rows of x, and add the bias."""
-        return self.scale_back(y_TO, self._scales(x_TI))
+        Integers of a row that is not finite mean nothing; its scale, and what `decode` makes of
+        it, are not finite either.
+        """
+        wide_TI = x_TI.float()
+        # The smallest normal number: a row of zeros stays one.
+        smallest = torch.finfo(torch.float32).tiny
+        scale_T1 = (wide_TI.abs().amax(-1, keepdim=True) / self.largest).clamp_min_(smallest)
+        return wide_TI.div(scale_T1).round_().to(torch.int32), scale_T1
 
-    def scale_back(self, y_TO: torch.Tensor, scale_T1: torch.Tensor) -> torch.Tensor:
+    def decode(self, y_TO: torch.Tensor, scale_T1: torch.Tensor) -> torch.Tensor:
         """Return the product under the scales of its rows and outputs, and the bias added."""
         if self.compiled:
-            found_TO = compiled.decode(y_TO, None, scale_T1, self.factor_O, self.bias_O, self.dtype)
-            if found_TO is not None:
-                return found_TO
+            of_site = self.factor_O, self.bias_O, self.dtype
+            # Nothing is checked, so nothing is refused.
+            return cast("torch.Tensor", compiled.decode(y_TO, None, scale_T1, *of_site))
         # int32 * float32 is a float32 product of the rounded integer.
         scaled_TO = (y_TO * scale_T1).mul_(self.factor_O).to(self.dtype)
         return scaled_TO if self.bias_O is None else scaled_TO + self.bias_O
-
-    def _scales(self, x_TI: torch.Tensor) -> torch.Tensor:
-        """Return the scale under which each row fits, its largest element / `largest`: [T, 1]."""
-        # The smallest normal number: a row of zeros stays one.
-        smallest = torch.finfo(torch.float32).tiny
-        return (x_TI.float().abs().amax(-1, keepdim=True) / self.largest).clamp_min_(smallest)
 
     def refuse(self) -> NoReturn:
         """Raise ActivationRangeError for a row that is not finite."""
         raise ActivationRangeError(f"{self._where}input row", "not finite", "finite numbers")
 
 
-# Each turns an input [T, I] into what the weight is multiplied by (`encode`), and the product and
-# that input into the output, in the model's dtype and with its bias (`decode`).
+# Each turns an input [T, I] into what the weight is multiplied by, and what else it must remember
+# (`encode`); and with that the product into the output, in the model's dtype and with its bias
+# (`decode`).
 LinearSite: TypeAlias = FloatSite | IntegerSite
 
 
 def largest_input(max_row_sum: int) -> int:
     """Return the largest integer that an input may have beside these int8 weights.
 
-    Every sum |x . w_j| is at most max |x| times sum |w_j| (Hoelder), and stays below 2^31. Two
-    digits hold it, which is what the TEE pays for: at most 32,639. `max_row_sum`: of all outputs
-    the largest sum of magnitudes, at most 127 for each input feature.
+    By Hoelder |x . w_j| <= max |x| * sum |w_j|, which this keeps below 2^31. Never more than 32,639
+    = 127 * 256 + 127: what two digits hold, as the TEE multiplies each digit. `max_row_sum`: of all
+    outputs the largest sum of magnitudes, at most 127 for each input feature.
     """
     return min(127 * 257, MAX_SUM // max(1, max_row_sum))
 
@@ -157,25 +153,31 @@ class IntegerSites:
     _found: dict[Site, IntegerSite] = field(default_factory=dict, init=False)
 
     def weights(self, site: Site) -> QuantizedLinear:
-        """Return a site's integers. Raises ModelError, also where they were others before."""
+        """Return a site's integers. Raises ModelError, also where their scales have changed."""
         if (held := self.held.get(site)) is not None:
             return held
         weights = load_quantized(self.checkpoint, self.config, *site)
-        self.met(site, weights)
+        self.take_scales(site, weights)
         return weights
 
-    def met(self, site: Site, weights: QuantizedLinear) -> None:
-        """Take the scales of a site's weights. Raises ModelError where they were others before."""
+    def hold(self, site: Site) -> QuantizedLinear:
+        """Return a site's integers, which stay in memory from now on. Raises as `weights`."""
+        self.held[site] = self.weights(site)
+        return self.held[site]
+
+    def take_scales(self, site: Site, weights: QuantizedLinear) -> None:
+        """Take the scales of a site's weights; raise ModelError where they were others before."""
         layer, operator = site
         where = "lm_head: " if operator == "lm_head" else f"{operator} in layer {layer}: "
-        largest = largest_input(weights.max_row_sum())
-        ours = IntegerSite(weights.scale, self.biases.get(site), self.dtype, largest, where)
-        known = self._found.setdefault(site, ours)
+        if (known := self._found.get(site)) is None:
+            largest = largest_input(weights.max_row_sum())
+            of_site = weights.scale, self.biases.get(site), self.dtype
+            known = self._found[site] = IntegerSite(*of_site, largest, where)
         ModelError.unless(
-            largest == known.largest and weights.scale.equal(known.factor_O),
-            f"{where}weights",
-            "others than were read before",
-            "those of the start",
+            weights.scale.equal(known.factor_O),
+            f"{self.checkpoint.directory}: {where}scales of the weights",
+            "others than at the start",
+            "a directory that nothing changes while it is in use",
         )
 
     def __getitem__(self, site: Site) -> IntegerSite:

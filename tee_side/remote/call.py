@@ -85,12 +85,13 @@ class CallSettings:
 class CallPlan:
     """How an operator leaves the TEE under one protection.
 
-    `channels`: one for each share. `encode`: turns an input into what is multiplied; `decode`: a
-    product, and the input, into the output. `hide`: masks the encoded input, and refuses what must
-    not cross. `requests`: returns the prepared requests for what is sent, by its shape and dtype:
-    one, or one for each module that travels alone. `shape`: of the unmasked result of an encoded
-    input; its dtype is that of the replies. `check`: of its numbers, or `UNVERIFIED`. `timeout_s`:
-    of the whole call, infinite for the channels' own deadlines. `clock`: told of each stage.
+    `channels`: one for each share. `encode`: turns an input into what is multiplied, and what is
+    remembered of it; `decode`: a product, with that, into the output. `hide`: masks the encoded
+    input, and refuses what must not cross. `requests`: returns the prepared requests for what is
+    sent, by its shape and dtype: one, or one for each module that travels alone. `shape`: of the
+    unmasked result of an encoded input; its dtype is that of the replies. `check`: of its numbers,
+    or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
+    `clock`: told of each stage.
     `padded`: does all that `encode`, `hide`, `check` and `decode` do, in two passes that the clock
     calls "mask" and "unmask"; None for what has no compiled form.
     """
@@ -98,13 +99,13 @@ class CallPlan:
     operator: Operator
     layer: int | None
     channels: tuple[Channel, ...]
-    encode: Callable[[Operand], Operand]
+    encode: Callable[[Operand], tuple[Operand, Any]]
     hide: Callable[[Operand], Masked]
     requests: Callable[[Any, Any], tuple[PreparedRequest, ...]]
     rules: MaskRules
     shape: Callable[[Operand], tuple[int, ...]]
     check: ResultCheck | Unverified
-    decode: Callable[[torch.Tensor, Operand], torch.Tensor]
+    decode: Callable[[torch.Tensor, Any], torch.Tensor]
     timeout_s: float
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
@@ -238,10 +239,9 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     if padded is not None:
         clock.mark("mask")
         masked = padded.hide(x)
-        encoded = masked.encoded
     else:
         clock.mark("tee")
-        encoded = plan.encode(x)
+        encoded, remembered = plan.encode(x)
         clock.mark("mask")
         masked = plan.hide(encoded)
     first = masked.sent[0]
@@ -280,7 +280,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             revealed = (
                 masked.reveal(parts)
                 if isinstance(masked, Padded)
-                else _reveal(plan, x, encoded, masked, parts)
+                else _reveal(plan, encoded, remembered, masked, parts)
             )
             clock.mark(None)
             if revealed is not None:
@@ -306,7 +306,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
 
 
 def _reveal(
-    plan: CallPlan, x: Operand, encoded: Operand, masked: Masked, parts: Sequence[torch.Tensor]
+    plan: CallPlan, encoded: Operand, remembered: Any, masked: Masked, parts: Sequence[torch.Tensor]
 ) -> torch.Tensor | None:
     """Unmask a result, check it and turn it into the output; None for wrong numbers."""
     clock, check = plan.clock, plan.check
@@ -317,7 +317,7 @@ def _reveal(
         if not check.holds(encoded, y, masked.sent):
             return None
     clock.mark("tee")
-    return plan.decode(y, x)
+    return plan.decode(y, remembered)
 
 
 @types.coroutine

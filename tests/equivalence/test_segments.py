@@ -1,8 +1,10 @@
 """Whole layers at a service that keeps the KV cache: transformers' numbers, whatever gets lost."""
 
+import math
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from protocol.errors import (
     ErrorCode,
     LimitError,
+    MaskError,
     ProtocolError,
     ReplyError,
     ServiceError,
@@ -17,14 +20,17 @@ from protocol.errors import (
     TsqpError,
 )
 from protocol.messages import Request, Response, SegmentRequest, TensorReply
+from protocol.model.config import read_config
 from protocol.tensors import from_torch, to_torch
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.request import Request as Wanted
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sequence
 from tee_side.model.batch import Batch, KVCache, Take
-from tee_side.model.segment import Sessions
-from tee_side.policy.placement import Policy
+from tee_side.model.segment import SegmentCall, Sessions
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect.masks.mask import MaskKey
+from tee_side.remote.call import CallSettings
 from tests.equivalence.test_architectures import VARIANTS
 from tests.equivalence.tolerances import BFLOAT16_LOGITS, FLOAT32_LOGITS, POLICY_LOGITS
 from tests.kit.model import (
@@ -50,6 +56,19 @@ PARTIAL = policy_of(
         **{inner: {"place": "tee", "layers": 1} for inner in INNER},
     }
 )
+
+
+@each_row("key", [None, MaskKey("", "", {}), MaskKey("", "", {}, Mock())])
+def test_no_segment_under_a_mask_crosses_without_its_key(
+    saved_model: Models, key: MaskKey | None
+) -> None:
+    """Nor one that ends in logits, where the key cannot bring them back."""
+    config = read_config(saved_model("llama").directory)
+    (segment,) = load_policy("stip-segment").segments(config.num_hidden_layers)
+    assert segment.head
+    settings = CallSettings(lambda _: [Mock()], math.inf, None)
+    with pytest.raises(MaskError, match="segment: got no key of its own"):
+        SegmentCall(config, settings, Sessions(), key, segment)
 
 
 def generated(engine: Engine, prompt: list[int], tokens: int, **more: Any) -> list[Sequence]:

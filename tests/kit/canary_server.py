@@ -598,7 +598,7 @@ def stand_in(session: Served) -> None:
         if padded is not None:
             hide = around(padded.hide, after=lambda masked, _: note(masked.encoded))
             padded = SimpleNamespace(hide=hide)
-        encode = around(plan.encode, after=lambda encoded, _: note(encoded))
+        encode = around(plan.encode, after=lambda found, _: note(found[0]))
         return call(replace(plan, encode=encode, padded=padded), x_TI)
 
     def secret(products: torch.Tensor) -> None:

@@ -121,8 +121,8 @@ class Trial {
                       pool_);
       keep(scales), keep(rounded), keep(sent);
       for (const int32_t* pad : pads) {
-        bool holds = kernels_.decode(type, y.get(), pad, rows, outs, nullptr, factor.get(), bias.get(),
-                                     out.get(), vectors.get(), expected.get(), pool_);
+        bool holds = kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(),
+                                     bias.get(), out.get(), vectors.get(), expected.get(), pool_);
         trace_.exact += holds ? '1' : '0';
         keep(out);
         kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(), nullptr,

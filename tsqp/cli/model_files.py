@@ -80,8 +80,8 @@ def accuracy(
 
     MODEL is a Hugging Face directory with safetensors weights, or "demo". Runs a text through it
     here, once in float32 and once in integers, and compares the next tokens. Exits with 1 where
-    the model is poor: no policy that hides it from a service then answers as it should; `tee-only`
-    does.
+    the model is poor. The policies that keep a prompt secret from a service all compute in
+    integers; `tee-only` computes in floats, without a service.
     """
     from tsqp.accuracy import MAX_KL_NATS, MAX_PERPLEXITY_RATIO, measure, parse_ids, site_name
 

@@ -134,6 +134,7 @@ def open_runner(
     from tee_side.assembly import MaskSettings
     from tee_side.protect.masks.mask import AdditiveMask
     from tee_side.runner import Runner, RunnerSettings
+    from tsqp.leakage_summary import leakage_summary
 
     # Services that are lost, left out or come back are told of while the run goes on.
     configure("warning")
@@ -202,8 +203,6 @@ def open_runner(
     # takes a tenth of the time of a decoded token.
     gc.collect()
     gc.freeze()
-    from tsqp.leakage_summary import leakage_summary
-
     summary = leakage_summary(policy, links_encrypted=runner.links_encrypted)
     said = [summary] if summary else []
     said += added_leakage(policy, runner.engine.settings)

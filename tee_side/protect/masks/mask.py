@@ -102,10 +102,10 @@ Hide: TypeAlias = Callable[[torch.Tensor], Masked]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MaskKey:
-    """What the TEE undoes the weights of a provisioned server with.
+    """The key of a provisioned mask, as the TEE uses it.
 
-    Secret but for `provision_id`, the name that the server repeats, and `server_linear_digest`,
-    that of the weights that the server got (both SHA-256 in hex). `transforms`: hides each site's
+    Secret but for `provision_id`, the name that the service repeats, and `server_linear_digest`, of
+    the weights that the service got (both SHA-256 in hex). `transforms`: hides each site's
     input, with fresh randomness for noise. `hide_states`: hides the hidden states that enter a
     segment, with randomness for the noise of each row, which is the same where a row is sent again;
     `unmask_logits`: of a segment that ends in logits.
@@ -192,9 +192,10 @@ class Mask(BaseModel, frozen=True, extra="forbid"):
         )
 
     def hiding(self, given: Given) -> Hide:
-        """Return how the mask hides the input of a linear operator.
+        """Return what hides the input [T, I] of a linear operator.
 
-        Raises PolicyError for what it needs and has not been given.
+        GPU sees: `Masked.sent` of what it returns. Raises PolicyError for what the mask needs and
+        has not been given.
         """
         raise PolicyError(f"mask {self.name}", "a linear operator", "a mask that hides its input")
 

@@ -98,15 +98,15 @@ def test_an_outlier_in_the_activations_costs_nothing(
     changed: Changed, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
     """Wherever it is: the rows beside it have scales of their own."""
-    scaled, ratios = IntegerSite.scaled, list[float]()
+    encode, ratios = IntegerSite.encode, list[float]()
 
     def noted(self: IntegerSite, x_TI: torch.Tensor) -> Any:
-        found = scaled(self, x_TI)
+        found = encode(self, x_TI)
         ratios.append(float(found[1].max() / found[1].median()))
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(IntegerSite, "scaled", noted)
+        patch.setattr(IntegerSite, "encode", noted)
         chunks = [[*ids[:position], RARE, *ids[position + 1 :]] for ids in IDS]
         assert measure(changed(_outlier_at_a_token), None, 240, chunks=chunks).is_good
     assert max(ratios) > 20_000

@@ -354,7 +354,7 @@ def test_pads_are_made_from_the_weights_that_stay_or_else_from_the_directory(
     def other(self: IntegerSites, site: Site, weights: QuantizedLinear) -> None:
         raise ModelError(str(site), got="others", expected="the same")
 
-    monkeypatch.setattr(IntegerSites, "met", other)
+    monkeypatch.setattr(IntegerSites, "take_scales", other)
     for policy in ("shielded", "shielded-prefill"):
         with pytest.raises(ModelError, match="qkv_proj"):
             _fill(saved_model("llama").tee(policy).assembly)

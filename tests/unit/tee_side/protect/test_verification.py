@@ -188,8 +188,8 @@ def test_weights_other_than_those_met_before_are_refused(model: SavedModel) -> N
     config, checkpoint = read_config(model.directory), Checkpoint(model.directory)
     integers = IntegerSites(config, checkpoint, {}, torch.float32)
     held = load_quantized(checkpoint, config, 1, "o_proj")
-    integers.met((1, "o_proj"), replace(held, scale=held.scale * 1.01))
-    with pytest.raises(ModelError, match="o_proj in layer 1: weights: got others"):
+    integers.take_scales((1, "o_proj"), replace(held, scale=held.scale * 1.01))
+    with pytest.raises(ModelError, match="o_proj in layer 1: scales of the weights"):
         _secrets(model, load_policy("two-server"), integers)
 
 

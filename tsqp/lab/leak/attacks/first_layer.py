@@ -324,7 +324,7 @@ def _tables(public: PublicModel) -> torch.Tensor:
     tables = []
     for dtype in _DTYPES:
         h_VD = public.embedding_VD.to(dtype, copy=True)
-        tables.append(site.quantise(rms_norm(h_VD, norm.to(dtype), eps)))
+        tables.append(site.quantise(rms_norm(h_VD, norm.to(dtype), eps))[0])
     return torch.stack(tables)
 
 
