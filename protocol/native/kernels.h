@@ -15,6 +15,14 @@ enum class Float : int { f32 = 0, bf16 = 1 };
 // Secret vectors that a product of integers is checked with.
 constexpr int CHECKS = 2;
 
+// Rows of a batch, from `first` on, that are the last of `context` positions of one sequence. Its
+// keys and values: [kv_heads, capacity, dim].
+struct Sequence {
+  int64_t first, rows;
+  const void *keys, *values;
+  int64_t capacity, context;
+};
+
 struct Kernels {
   const char* name;
 
@@ -77,13 +85,12 @@ struct Kernels {
   void (*append)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads,
                  int64_t dim, void* cache, int64_t capacity, int64_t start);
 
-  // Causal grouped-query attention of the last `rows` of `context` positions: softmax(q k^T /
-  // sqrt dim) v. q [rows, heads, dim] with a stride between rows, out [rows, heads, dim] dense;
-  // keys, values [kv_heads, capacity, dim]. A row looks at itself and what comes before it, at most
-  // `window` positions in all (0: no limit).
-  void (*attention)(Float type, const void* q, int64_t stride, int64_t rows, int64_t heads,
-                    int64_t kv_heads, int64_t dim, const void* keys, const void* values,
-                    int64_t capacity, int64_t context, int64_t window, void* out, Pool* pool);
+  // Causal grouped-query attention of each sequence's rows: softmax(q k^T / sqrt dim) v. q [all
+  // rows, heads, dim] with a stride between rows, out [all rows, heads, dim] dense. A row looks at
+  // itself and what comes before it, at most `window` positions in all (0: no limit).
+  void (*attention)(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
+                    int64_t dim, const Sequence* sequences, int64_t count, int64_t window,
+                    void* out, Pool* pool);
 };
 
 // Static: compiled with the target options of each variant, so that no two may be merged.

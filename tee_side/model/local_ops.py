@@ -5,10 +5,14 @@ rows beside it, on how a prompt is cut, or on the number of threads. Shape suffi
 `protocol.model.forward`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+# Rows of a batch, in order, and keys and values [K, S, C] of their sequence up to the last of them.
+Attended = Sequence[tuple[slice, torch.Tensor, torch.Tensor]]
 
 # Positions whose query rows the fused kernel gets at a time, with the keys that any of them may
 # look at: it computes what is hidden, too, which would be half of a long prompt.
@@ -83,12 +87,19 @@ def _causal_bias(keys: int, window: int | None) -> torch.Tensor:
     return bias if hidden is None else bias.masked_fill_(hidden, float("-inf"))
 
 
-def attention(
-    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """Causal grouped-query attention of a sequence's last T rows: [T, H * C].
+def attention(q_THC: torch.Tensor, sequences: Attended, window: int | None) -> torch.Tensor:
+    """Causal grouped-query attention of each sequence's last rows: [T, H * C].
 
     softmax(q k^T / sqrt C) v, in float32. `window`: as in `causal_mask`.
+    """
+    outputs = [_attention(q_THC[rows], k, v, window) for rows, k, v in sequences]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attention(
+    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Return the attention of one sequence's last T rows.
 
     A matrix product's sums depend on its shape. So rows go in items of `size` positions, counted
     from the sequence's first one, with the G query heads that share a key/value head, and with keys

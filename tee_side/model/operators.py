@@ -45,6 +45,7 @@ from protocol.model.weights import (
 from protocol.native import compiled_for
 from tee_side.model.batch import Batch, KVCache
 from tee_side.native import kernels
+from tee_side.native.kernels import Attended
 from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
@@ -70,7 +71,7 @@ class TeeLayer(Layer):
     """
 
     kv_cache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    attention: Callable[[torch.Tensor, Attended], torch.Tensor]
     window: int | None
 
 
@@ -226,19 +227,18 @@ async def attend(
 
     `remotes`: of each layer the attention whose products leave, None where both stay.
     """
-    remote, outputs = remotes[layer.index], []
+    remote = remotes[layer.index]
+    sequences: list[tuple[slice, Tensor, Tensor]] = []
     for chunk in batch.chunks:
         # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
         while chunk.behind and not chunk.follows(layer.index):
             await turn()
-        q, k, v = q_THC[chunk.rows], k_TKC[chunk.rows], v_TKC[chunk.rows]
-        k_KSC, v_KSC = layer.kv_cache(chunk.cache, k_TKC=k, v_TKC=v, behind=chunk.behind)
-        outputs.append(
-            layer.attention(q, k_KSC, v_KSC)
-            if remote is None
-            else await remote(layer, q, k_KSC, v_KSC)
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        rows = chunk.rows
+        kv = layer.kv_cache(chunk.cache, k_TKC=k_TKC[rows], v_TKC=v_TKC[rows], behind=chunk.behind)
+        sequences.append((rows, *kv))
+    if remote is None:
+        return layer.attention(q_THC, sequences)
+    return torch.cat([await remote(layer, q_THC[rows], k, v) for rows, k, v in sequences])
 
 
 @dataclass(frozen=True, slots=True)

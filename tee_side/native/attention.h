@@ -32,6 +32,10 @@ struct Floats {
   }
 };
 
+template <class T>
+struct MathOf {
+  typedef Floats type;
+};
 #if defined(WITH_AVX512)
 struct Pairs {
   typedef uint32_t Element;
@@ -41,29 +45,15 @@ struct Pairs {
                                     (__m512bh)_mm512_set1_epi32((int)one))}};
   }
 };
-template <class T>
-struct MathOf {
-  typedef Floats type;
-};
 template <>
 struct MathOf<bf16> {
   typedef Pairs type;
 };
-INLINE uint32_t pair(bf16 first, bf16 second) {
-  return first.bits | (uint32_t)second.bits << 16;
-}
-#else
-template <class T>
-struct MathOf {
-  typedef Floats type;
-};
 #endif
 
 // 16 elements of a row that begin at dim k, as lanes; zeros behind `dim`.
-INLINE i32x16 elements(const Floats*, const float* row, int64_t k, int64_t dim) {
-  return bits_of<i32x16>(load_floats(row + k, dim - k));
-}
-INLINE i32x16 elements(const Floats*, const bf16* row, int64_t k, int64_t dim) {
+template <class T>
+INLINE i32x16 elements(const Floats*, const T* row, int64_t k, int64_t dim) {
   return bits_of<i32x16>(load_floats(row + k, dim - k));
 }
 #if defined(WITH_AVX512)
@@ -93,27 +83,31 @@ static void pack_keys(const T* keys, int64_t count, int64_t dim, typename M::Ele
 
 // Values [count, dim] to [BLOCK / width][padded dim]; rows behind `count` are zero.
 template <class T>
-INLINE void pack_values(const Floats*, const T* values, int64_t count, int64_t dim, float* to) {
-  const int64_t wide = padded(dim, LANES);
+INLINE void pack_values(const Floats*, const T* values, int64_t count, int64_t dim, int64_t wide,
+                        float* to) {
   for (int64_t j = 0; j < BLOCK; j++)
     for (int64_t k = 0; k < wide; k += LANES)
       store(to + j * wide + k, j < count && k < dim ? load_floats(values + j * dim + k, dim - k)
                                                     : broadcast(0.f));
 }
 #if defined(WITH_AVX512)
-INLINE void pack_values(const Pairs*, const bf16* values, int64_t count, int64_t dim,
+INLINE void pack_values(const Pairs*, const bf16* values, int64_t count, int64_t dim, int64_t wide,
                         uint32_t* to) {
-  const int64_t wide = padded(dim, LANES);
-  auto row = [&](int64_t j, int64_t k) -> u32x16 {
-    if (j >= count) return broadcast(0u);
-    bf16 some[LANES] = {};
-    int64_t left = dim - k;
-    memcpy(some, values + j * dim + k, (left < LANES ? left : LANES) * sizeof(bf16));
-    return convert<u32x16>(load<u16x16>(some));
+  // 32 elements of a row from k on; zeros behind `dim`, and of rows that are not there.
+  auto row = [&](int64_t j, int64_t k) {
+    const int64_t left = j < count && k < dim ? dim - k : 0;
+    return _mm512_maskz_loadu_epi16(left < 32 ? (1u << left) - 1 : ~0u, values + j * dim + k);
   };
+  const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i low = lane | _mm512_slli_epi32(lane | _mm512_set1_epi32(32), 16);
+  const __m512i high = low | _mm512_set1_epi16(16);
   for (int64_t j = 0; j < BLOCK; j += 2)
-    for (int64_t k = 0; k < wide; k += LANES)
-      store(to + j / 2 * wide + k, row(j, k) | row(j + 1, k) << 16);
+    for (int64_t k = 0; k < wide; k += 2 * LANES) {
+      const __m512i first = row(j, k), second = row(j + 1, k);
+      uint32_t* at = to + j / 2 * wide + k;
+      _mm512_storeu_si512(at, _mm512_permutex2var_epi16(first, low, second));
+      _mm512_storeu_si512(at + LANES, _mm512_permutex2var_epi16(first, high, second));
+    }
 }
 #endif
 
@@ -130,33 +124,24 @@ INLINE void pack_query(const T* q, int64_t dim, typename M::Element* to) {
   }
 }
 
-// out[query][lane] (+)= sum over depth of one[query][k] * lanes[k][lane], 64 lanes of `wide`.
+// out[query][lane] (+)= sum over depth of one[query][k] * lanes[k][lane], 64 lanes at a time.
 template <class M, int Queries>
 INLINE void multiply_lanes(const typename M::Element* one, int64_t one_stride,
                            const typename M::Element* lanes, int64_t wide, int64_t depth,
                            float* out, int64_t out_stride, int vectors, bool add) {
   for (int v = 0; v < vectors; v += 4) {
-    const int n = vectors - v < 4 ? vectors - v : 4;
     f32x16 sums[Queries][4];
     for (int i = 0; i < Queries; i++)
       for (int u = 0; u < 4; u++)
-        sums[i][u] = add && u < n ? load<f32x16>(out + i * out_stride + (v + u) * LANES) : broadcast(0.f);
+        sums[i][u] = add ? load<f32x16>(out + i * out_stride + (v + u) * LANES) : broadcast(0.f);
     const typename M::Element* from = lanes + v * LANES;
-    if (n == 4) {
-      for (int64_t k = 0; k < depth; k++)
-        for (int i = 0; i < Queries; i++)
-          for (int u = 0; u < 4; u++)
-            sums[i][u] = M::multiply_add_to(sums[i][u], from + k * wide + u * LANES,
-                                            one[i * one_stride + k]);
-    } else {
-      for (int u = 0; u < n; u++)
-        for (int64_t k = 0; k < depth; k++)
-          for (int i = 0; i < Queries; i++)
-            sums[i][u] = M::multiply_add_to(sums[i][u], from + k * wide + u * LANES,
-                                            one[i * one_stride + k]);
-    }
+    for (int64_t k = 0; k < depth; k++)
+      for (int i = 0; i < Queries; i++)
+        for (int u = 0; u < 4; u++)
+          sums[i][u] = M::multiply_add_to(sums[i][u], from + k * wide + u * LANES,
+                                          one[i * one_stride + k]);
     for (int i = 0; i < Queries; i++)
-      for (int u = 0; u < n; u++) store(out + i * out_stride + (v + u) * LANES, sums[i][u]);
+      for (int u = 0; u < 4; u++) store(out + i * out_stride + (v + u) * LANES, sums[i][u]);
   }
 }
 
@@ -225,6 +210,11 @@ INLINE void soften(const float* scores, int64_t first, int64_t last, float scale
 // Put what a later segment gives to what the ones before it gave.
 INLINE void merge(Partial& into, float* out, const Partial& later, const float* its, int64_t wide) {
   if (later.largest == MINUS_INFINITY) return;
+  if (into.largest == MINUS_INFINITY) {
+    into = later;
+    memcpy(out, its, wide * sizeof(float));
+    return;
+  }
   float now = into.largest > later.largest ? into.largest : later.largest;
   float a = exponential(broadcast(into.largest - now))[0];
   float b = exponential(broadcast(later.largest - now))[0];
@@ -248,7 +238,7 @@ struct Attention {
   T* out;
 
   int64_t group() const { return heads / kv_heads; }
-  int64_t wide() const { return padded(dim, LANES); }
+  int64_t wide() const { return padded(dim, 4 * LANES); }
   int64_t depth() const { return (dim + M::WIDTH - 1) / M::WIDTH; }
   int64_t rows_at_once() const { return QUERIES > group() ? QUERIES / group() : 1; }
   int64_t queries() const { return rows_at_once() * group(); }
@@ -301,7 +291,7 @@ struct Attention {
       pack_keys<M>(head_keys + block * dim, here, dim, m.keys);
       multiply_queries<M>(size, m.query, depth(), m.keys, BLOCK, depth(), m.scores, BLOCK,
                           BLOCK / LANES, false);
-      pack_values((const M*)nullptr, head_values + block * dim, here, dim, m.values);
+      pack_values((const M*)nullptr, head_values + block * dim, here, dim, wide(), m.values);
       for (int64_t i = 0; i < size; i++) {
         const int64_t row = first + i / G;
         int64_t from = first_seen(row) - block, last = position(row) - block;
@@ -330,28 +320,24 @@ struct Attention {
       store_floats(to + k, load<f32x16>(sums + k) / partial.total, dim - k);
   }
 
-  // Many rows: a task goes through all segments of its rows.
-  void many(Pool* pool) const {
-    const int64_t at_once = rows_at_once(), parts = (rows + at_once - 1) / at_once;
-    share(pool, parts * kv_heads, work(), Memory::size(*this),
-          [&](int64_t task, char* scratch) {
-            // The longest contexts first: nothing is left for one thread alone.
-            const int64_t first = (parts - 1 - task / kv_heads) * at_once, head = task % kv_heads;
-            const int64_t count = rows - first < at_once ? rows - first : at_once;
-            Memory m(*this, scratch);
-            pack_rows(head, first, count, m);
-            const int64_t end = position(first + count - 1) + 1;
-            for (int64_t number = 0; number * SEGMENT < end; number++) {
-              const bool begins = number == 0;
-              segment(head, first, count, number, m, begins ? m.all : m.partial,
-                      begins ? m.whole : m.segment);
-              for (int64_t i = 0; i < count * group() && !begins; i++)
-                merge_or_take(m.all[i], m.whole + i * wide(), m.partial[i], m.segment + i * wide());
-            }
-            for (int64_t i = 0; i < count * group(); i++)
-              finish(first + i / group(), head * group() + i % group(), m.all[i],
-                     m.whole + i * wide());
-          });
+  int64_t tasks() const { return (rows + rows_at_once() - 1) / rows_at_once() * kv_heads; }
+
+  // A task goes through all segments of its rows, the longest contexts first: nothing is left for
+  // one thread alone.
+  void run(int64_t task, char* scratch) const {
+    const int64_t first = (tasks() - 1 - task) / kv_heads * rows_at_once(), head = task % kv_heads;
+    const int64_t count = rows - first < rows_at_once() ? rows - first : rows_at_once();
+    Memory m(*this, scratch);
+    pack_rows(head, first, count, m);
+    const int64_t end = position(first + count - 1) + 1;
+    for (int64_t i = 0; i < count * group(); i++) m.all[i] = {MINUS_INFINITY, 0.f};
+    for (int64_t number = 0; number * SEGMENT < end; number++) {
+      segment(head, first, count, number, m, m.partial, m.segment);
+      for (int64_t i = 0; i < count * group(); i++)
+        merge(m.all[i], m.whole + i * wide(), m.partial[i], m.segment + i * wide(), wide());
+    }
+    for (int64_t i = 0; i < count * group(); i++)
+      finish(first + i / group(), head * group() + i % group(), m.all[i], m.whole + i * wide());
   }
 
   // Few rows: a task is one segment of a key/value head. `partials` and `sums` keep all of them.
@@ -370,8 +356,8 @@ struct Attention {
       for (int64_t i = 0; i < each; i++) {
         const int64_t at = head * n * each + i;
         for (int64_t number = 1; number < n; number++)
-          merge_or_take(partials[at], sums + at * wide(), partials[at + number * each],
-                        sums + (at + number * each) * wide());
+          merge(partials[at], sums + at * wide(), partials[at + number * each],
+                sums + (at + number * each) * wide(), wide());
         finish(i / group(), head * group() + i % group(), partials[at], sums + at * wide());
       }
   }
@@ -380,26 +366,32 @@ struct Attention {
     const int64_t all = kv_heads * segments() * rows * group();
     return padded(all * (int64_t)sizeof(Partial), 64) + all * wide() * (int64_t)sizeof(float);
   }
-
-  void merge_or_take(Partial& into, float* sums, const Partial& later, const float* its) const {
-    if (into.largest != MINUS_INFINITY) return merge(into, sums, later, its, wide());
-    into = later;
-    memcpy(sums, its, wide() * sizeof(float));
-  }
 };
 
-static void attention(Float type, const void* q, int64_t stride, int64_t rows, int64_t heads,
-                      int64_t kv_heads, int64_t dim, const void* keys, const void* values,
-                      int64_t capacity, int64_t context, int64_t window, void* out, Pool* pool) {
+static void attention(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
+                      int64_t dim, const Sequence* sequences, int64_t count, int64_t window,
+                      void* out, Pool* pool) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    Attention<T> a{(const T*)q, stride, rows, heads, kv_heads, dim, (const T*)keys,
-                   (const T*)values, capacity, context, window, (T*)out};
+    auto of = [&](const Sequence& s) {
+      return Attention<T>{(const T*)q + s.first * stride, stride, s.rows, heads, kv_heads, dim,
+                          (const T*)s.keys, (const T*)s.values, s.capacity, s.context, window,
+                          (T*)out + s.first * heads * dim};
+    };
     // Segments side by side where rows and heads are too few to share.
-    if (rows <= a.rows_at_once() && a.segments() > 1)
-      a.few(pool, pool_memory(pool, a.few_bytes()));
-    else
-      a.many(pool);
+    if (const auto one = of(*sequences); count == 1 && one.rows <= one.rows_at_once() && one.segments() > 1)
+      return one.few(pool, pool_memory(pool, one.few_bytes()));
+    int64_t* ends = (int64_t*)pool_memory(pool, count * (int64_t)sizeof(int64_t));
+    int64_t tasks = 0, work = 0;
+    for (int64_t i = 0; i < count; i++) {
+      ends[i] = tasks += of(sequences[i]).tasks();
+      work += of(sequences[i]).work();
+    }
+    share(pool, tasks, work, Attention<T>::Memory::size(of(*sequences)),
+          [&](int64_t task, char* scratch) {
+            const int64_t i = std::upper_bound(ends, ends + count, task) - ends;
+            of(sequences[i]).run(task - (i ? ends[i - 1] : 0), scratch);
+          });
   });
 }
 

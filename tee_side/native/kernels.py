@@ -8,12 +8,17 @@ units in the last place: RMSNorm and attention sum in another order.
 Then what happens around a product of integers: one pass before it, one pass after it.
 """
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 
 from protocol import native
 from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
+# Rows of a batch, in order, and keys and values [K, S, C] of their sequence up to the last of them.
+Attended = Sequence[tuple[slice, Tensor, Tensor]]
 
 
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -97,28 +102,18 @@ def append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:
     )
 
 
-def attention(
-    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
-) -> torch.Tensor:
+def attention(q_THC: torch.Tensor, sequences: Attended, window: int | None) -> Tensor:
     """See `tee_side.model.local_ops.attention`; k and v are parts of a cache [K, capacity, C]."""
     T, H, C = q_THC.shape
-    K, S, _ = k_KSC.shape
     out = torch.empty(T, H * C, dtype=q_THC.dtype)
+    of_each = array("q")
+    for rows, k_KSC, v_KSC in sequences:
+        of_each.extend((rows.start, rows.stop - rows.start, k_KSC.data_ptr(), v_KSC.data_ptr()))
+        of_each.extend((k_KSC.stride(0) // C, k_KSC.shape[1]))  # the capacity, and what is in use
     library.attention(
-        FLOATS[q_THC.dtype],
-        q_THC.data_ptr(),
-        q_THC.stride(0),
-        T,
-        H,
-        K,
-        C,
-        k_KSC.data_ptr(),
-        v_KSC.data_ptr(),
-        k_KSC.stride(0) // C,
-        S,
-        window or 0,
-        out.data_ptr(),
-        native.own.pool,
+        *(FLOATS[q_THC.dtype], q_THC.data_ptr(), q_THC.stride(0), H, len(k_KSC), C),
+        *(of_each.buffer_info()[0], len(sequences), window or 0),
+        *(out.data_ptr(), native.own.pool),
     )
     return out
 

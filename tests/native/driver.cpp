@@ -169,8 +169,13 @@ class Trial {
     auto out = floats_of(type, rows * heads * dim);
     kernels_.append(type, q.get(), stride, rows, kv_heads, dim, keys.get(), context,
                     context - rows);
-    kernels_.attention(type, q.get(), stride, rows, heads, kv_heads, dim, keys.get(), values.get(),
-                       context, context, window, out.get(), pool_);
+    // The first row as a sequence of its own, which is as long as it sees.
+    const Sequence both[] = {
+        {0, 1, keys.get(), values.get(), context, context - rows + 1},
+        {1, rows - 1, keys.get(), values.get(), context, context},
+    };
+    kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, rows > 1 ? 2 : 1, window,
+                       out.get(), pool_);
     if (type == Float::f32) return keep(out);
     for (int64_t i = 0; i < rows * heads * dim; i++) {
       uint32_t bits = 0;

@@ -240,15 +240,20 @@ def test_attention_is_what_the_formula_says(ops: Any) -> None:
         shape, dtype = SHAPES[number % 6], dtypes[number // 6 % len(dtypes)]
         operands = _operands(dtype, tokens, context, shape)
         kept = [x.clone() for x in operands]
-        found = ops.attention(*operands, window)
-        assert all(map(torch.equal, operands, kept))
-        # A row's bits do not depend on the rows before it in its chunk, nor on threads.
         q, k, v = operands
+        every = slice(0, tokens)
+        found = ops.attention(q, [(every, k, v)], window)
+        assert all(map(torch.equal, operands, kept))
+        # A row's bits do not depend on the rows before it in its chunk, on other sequences, nor on
+        # threads.
         native.set_threads(3)
-        last = ops.attention(q[-1:], k, v, window)
+        last = ops.attention(q[-1:], [(slice(0, 1), k, v)], window)
+        both = torch.cat([q[-1:], q]), [(slice(0, 1), k, v), (slice(1, 1 + tokens), k, v)]
+        beside = ops.attention(*both, window)
         native.set_threads(1)
         exact = _attended(*operands, window)
-        if not (_near(found, exact, dtype) and torch.equal(last, found[-1:])):
+        alike = torch.equal(last, found[-1:]) and torch.equal(beside, torch.cat([last, found]))
+        if not (_near(found, exact, dtype) and alike):
             wrong.append((tokens, context, window, dtype, shape))
     assert wrong == []
 
@@ -260,7 +265,7 @@ def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
         # One row's query: none of its scores is a number. One key: of its segment, one score.
         q[0, 0, 3] = broken
         k[1, 0] = torch.nan
-        found = ops.attention(q, k, v, None).unflatten(1, (2, 16))
+        found = ops.attention(q, [(slice(0, 2), k, v)], None).unflatten(1, (2, 16))
         assert found[0, 0].isnan().all()
         assert found[1, 0].isfinite().all()
         assert found[:, 1].isnan().all()
