@@ -5,14 +5,12 @@ rows beside it, on how a prompt is cut, or on the number of threads. Shape suffi
 `protocol.model.forward`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Rows of a batch, in order, and keys and values [K, S, C] of their sequence up to the last of them.
-Attended = Sequence[tuple[slice, torch.Tensor, torch.Tensor]]
+from tee_side.native.kernels import Attended
 
 # Positions whose query rows the fused kernel gets at a time, with the keys that any of them may
 # look at: it computes what is hidden, too, which would be half of a long prompt.

@@ -327,7 +327,7 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
         yield (
             self.arithmetic == "int8-dynamic" and not in_tee,
             f'place = "gpu" with {arithmetic}',
-            'place = "tee": services compute "int8" alone',
+            'place = "tee": no service computes in it',
         )
 
     @property

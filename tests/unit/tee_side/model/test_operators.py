@@ -248,11 +248,13 @@ def test_attention_is_what_the_formula_says(ops: Any) -> None:
         # threads.
         native.set_threads(3)
         last = ops.attention(q[-1:], [(slice(0, 1), k, v)], window)
-        both = torch.cat([q[-1:], q]), [(slice(0, 1), k, v), (slice(1, 1 + tokens), k, v)]
-        beside = ops.attention(*both, window)
+        # Of another sequence, with keys and values of its own.
+        own = slice(0, 1), k.flip(1), v.flip(1)
+        other = ops.attention(q[-1:], [own], window)
+        beside = ops.attention(torch.cat([q[-1:], q]), [own, (slice(1, 1 + tokens), k, v)], window)
         native.set_threads(1)
         exact = _attended(*operands, window)
-        alike = torch.equal(last, found[-1:]) and torch.equal(beside, torch.cat([last, found]))
+        alike = torch.equal(last, found[-1:]) and torch.equal(beside, torch.cat([other, found]))
         if not (_near(found, exact, dtype) and alike):
             wrong.append((tokens, context, window, dtype, shape))
     assert wrong == []
