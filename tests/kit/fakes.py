@@ -105,6 +105,8 @@ class FakeConnection(Channel):
     def _asked(self, request: Any) -> int:
         assert self.one_connection
         assert not self.closed
+        # Where nothing but the clock ends a mistake, it is seen before the time of the test is up.
+        assert self._last_id < 1000, "a connection that is asked without end"
         self._last_id += 1
         self._waiting[self._last_id] = request
         return self._last_id

@@ -37,6 +37,8 @@ _OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", _REWRITTEN, 
 
 # pytest's exit statuses: all passed, some failed, and collection was interrupted by an error.
 _PASSED, _FAILED, _INTERRUPTED = 0, 1, 2
+# What pytest-timeout says, wherever pytest is then.
+_OUT_OF_TIME = "Failed: Timeout (>"
 
 Outcome = Literal["caught", "missed"]
 
@@ -193,8 +195,10 @@ class Copy:
         text = output.read_text(encoding="utf-8", errors="replace")
         if status == _PASSED:
             return Result("missed", [])
-        # What a failed test left open can be an error of pytest's own at its end.
-        if status not in (_FAILED, _INTERRUPTED) and not _failures(text):
+        # What a failed test left open can be an error of pytest's own at its end; and a test that
+        # does not end may be past its time while pytest writes down where it was.
+        ended = _failures(text) or _OUT_OF_TIME in text
+        if status not in (_FAILED, _INTERRUPTED) and not ended:
             raise MutationError(f"pytest: got status {status}:\n{text[-2000:]}")
         return Result("caught", _failures(text) or ["pytest"])
 
