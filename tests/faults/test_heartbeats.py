@@ -94,8 +94,8 @@ def peer_stopped(count: int, full: bool) -> Found:
             f" {counts['generations']}",
             **{f"{name}, longest s": max(times) for name, times in sorted(found.still_s.items())},
         },
-        {"every one hits": len(times_s) == count, "outputs identical": not counts["wrong"]},
-        {"noticed in time": not slow},
+        {"outputs identical": not counts["wrong"]},
+        {"every one hits": len(times_s) == count, "noticed in time": not slow},
     )
 
 
