@@ -217,7 +217,7 @@ def policy_operators(bench: Mixture, place: Place, name: str) -> Operators:
         place.enter_context(open_channel(place.service(bench.directory, transport="tcp")))
         for _ in range(policy.services)
     ]
-    return assembly.lanes(lambda _layer: channels)[0].tables["prefill", False]
+    return assembly.lanes(lambda _layer: channels)[0].tables["prefill", "stock"]
 
 
 def measure(options: Options, place: Place) -> Found:

@@ -21,7 +21,7 @@ from tsqp.lab.report import Grid
 # Of the other section tokens are random, and there is nothing to see.
 PICTURES_OF = "demo"
 # What the picture shows: a policy of each kind is enough to see what reading means.
-PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "two-server")
+PICTURED = ("attention-in-tee", "row-mix", "cloak", "float-noise", "shielded", "dealt")
 _PICTURES = "leakage"
 
 

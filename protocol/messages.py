@@ -67,6 +67,7 @@ def part_of(size: int, rank: int, ranks: int) -> slice:
 # The key of AES-256.
 SEED_BYTES = 32
 SEED_SHAPE = (SEED_BYTES // 4,)  # as a tensor int32
+FIRST_BLOCK = 2  # of the counter
 # Made beside the elements, and dropped.
 TAG_BYTES = 16
 _NONCE = bytes(12)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from protocol.channel import Channel
 from protocol.errors import PolicyError, SettingsError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
@@ -39,7 +40,16 @@ from tee_side.observer import Observers, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masking import MaskRules, PaddedSite
 from tee_side.protect.masks.mask import AdditiveMask, Given, Mask, MaskKey, Pad, in_the_clear
-from tee_side.protect.pads.source import PadLane, Pads, WhenOut, fill_pads, read_weights
+from tee_side.protect.pads.source import (
+    DrawsPads,
+    Multiply,
+    PadLane,
+    Pads,
+    WhenOut,
+    fill_pads,
+    multiply_here,
+    read_weights,
+)
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import (
@@ -54,6 +64,7 @@ from tee_side.protect.sites import (
 )
 from tee_side.protect.verification import (
     UNVERIFIED,
+    ExactCheck,
     LinearCheck,
     SiteSecrets,
     find_checks,
@@ -66,17 +77,22 @@ from tee_side.remote.call import (
     find_registered,
     plan_linear,
 )
-from tee_side.words import Operator, Phase, Site, Verify, is_projection, registered_name
+from tee_side.words import Operator, PadsFrom, Phase, Site, Verify, is_projection, registered_name
 
 if TYPE_CHECKING:
     from tee_side.model.segment import Sessions
     from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.remote.dealing import Dealing
 
 # Banks, segments and what packages register are imported where a policy or an option
 # names them: a run does not trust the code of the others.
 
 # Tokens that pads are kept ready for in memory while nothing runs, where no bank is given.
 AHEAD_IN_MEMORY = 128
+
+# How many of them a dealer multiplies at once, where pads are dealt: it reads each weight once for
+# all of them.
+DEALT_GROUP = 32
 
 # int8 products have to be exact here: they make pads and compute what stays. Checked once a
 # process; the service checks its own. Raises KernelError.
@@ -88,16 +104,20 @@ class MaskSettings:
     """What masks need beside the policy.
 
     `key`: what `tsqp provision` wrote; `bank`: pads on disk, None to make them in memory as the run
-    goes.
+    goes; `dealers`: who multiplies pads that are dealt, each by a name that is no other owner's.
     """
 
     key: Path | None = None
     bank: BankPlace | None = None
     when_out: WhenOut = "wait"
+    dealers: tuple[str, ...] = ("a dealer",)
 
 
 class Assembly:
     """A policy made ready for one model, before any service is asked; close it after use.
+
+    `dealers_at`: the dealers of each layer, for who makes pads alone; those of `lanes`, where
+    nothing else is said before.
 
     Raises PolicyError, ModelError, FeatureKeyError, PadBankError, SettingsError.
     """
@@ -145,6 +165,7 @@ class Assembly:
         checkpoint.require(light_tensors(config) | tensors_of(known, config))
         checkpoint.refuse_extra(config)
         self._sessions: dict[int, Sessions] = {}
+        self.dealers_at: ChannelsAt | None = None
         self.key: MaskKey | None = None
         if (keyed := policy.feature_mask) is not None:
             self.key = keyed.load_key(settings.key, config, checkpoint, model.norms)
@@ -166,25 +187,37 @@ class Assembly:
         with ExitStack() as opened:
             for mask, sites in padded.items():
                 layout = PadLayout.of(config, sites)
-                # A step may have as many rows; memory is taken as it is filled.
+                dealers, group = (settings.dealers, DEALT_GROUP) if mask.dealt else ((), 1)
+                # A step may have as many rows, and begin within a group; memory is taken as it is
+                # filled.
+                capacity = math.ceil(max(AHEAD_IN_MEMORY, step_tokens) / group) * group
+                capacity += group if dealers else 0
                 store = opened.enter_context(
-                    MemoryStore(layout, max(AHEAD_IN_MEMORY, step_tokens))
+                    MemoryStore(layout, capacity, group=group, dealers=dealers)
                     if settings.bank is None
-                    else self._open_bank(settings.bank, layout, mask)
+                    else self._open_bank(settings.bank, layout, mask, dealers)
                 )
+                dealing = None
+                if dealers:
+                    from tee_side.remote.dealing import Dealing
+
+                    dealing = Dealing(config, self._dealers, self._exact_check)
                 self.pads[mask] = Pads(
                     mask,
                     store,
-                    self._pad_maker(mask, store),
+                    partial(fill_pads, self._multiply(mask, dealing), store),
                     settings.when_out,
                     ahead=AHEAD_IN_MEMORY if settings.bank is None else None,
                     decode_share=policy.left_to_decode,
+                    dealing=dealing,
                     on_wait=on_wait,
                 )
             # Lets go of the pad bank.
             self.close = opened.pop_all().close
 
-    def _open_bank(self, place: BankPlace, layout: PadLayout, mask: AdditiveMask) -> PadStore:
+    def _open_bank(
+        self, place: BankPlace, layout: PadLayout, mask: AdditiveMask, dealers: tuple[str, ...]
+    ) -> PadStore:
         from tee_side.protect.pads.bank import BankFile
         from tee_side.protect.pads.bank_files import Purpose
 
@@ -195,13 +228,25 @@ class Assembly:
             model=checkpoint.directory.resolve().name,
             model_digest=model_digest(self._parts.config, checkpoint),
             linear_digest=self.linear_digest or "",
+            dealers=dealers,
         )
         return BankFile.open(place, purpose)
 
-    def _pad_maker(self, mask: AdditiveMask, store: PadStore) -> Callable[[int], None]:
+    def _multiply(self, mask: AdditiveMask, dealing: Dealing | None) -> Multiply:
+        if dealing is not None:
+            return dealing.multiply
         config, checkpoint = self._parts.config, self._parts.checkpoint
         weights = read_weights(checkpoint, config, mask.arithmetic, self._integers)
-        return partial(fill_pads, mask, weights, store)
+        return multiply_here(mask, weights)
+
+    def _dealers(self, layer: int) -> Sequence[Channel]:
+        if self.dealers_at is None:
+            raise LookupError("dealers that nothing connects to")
+        return self.dealers_at(layer)
+
+    def _exact_check(self, site: Site) -> ExactCheck | None:
+        check = self._secrets[site] if site in self._verified else None
+        return check.exact if isinstance(check, LinearCheck) else None
 
     def lanes(
         self,
@@ -215,12 +260,15 @@ class Assembly:
     ) -> list[MicroBatchOperators]:
         """Build the tables for each micro-batch of a step, and spares for parts beside it.
 
-        `channels_at`: the services of each layer. `only`: what the observers are told of, where it
+        `channels_at`: the service of each layer and, for pads that are dealt as they are used, each
+        dealer. `only`: what the observers are told of, where it
         runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
         it because others' were refused; infinite: each has its channel's own deadline. The first
         call loads the weights that stay, and draws what results are verified with.
         """
         drawn = randomness or Randomness()
+        if self.dealers_at is None:
+            self.dealers_at = lambda layer: channels_at(layer)[1:]
         lane = partial(self._lane, channels_at, timeout_s, observers, only, drawn)
         lanes = [lane(index) for index in range(micro_batches)]
         tables = {*map(id, lanes[0].tables.values())}
@@ -242,9 +290,10 @@ class Assembly:
         loaded, integers = self._local, self._integers
         # Two micro-batches never draw from one stretch of pads.
         pads = {mask: PadLane(found) for mask, found in self.pads.items()}
+        dealers = len(channels_at(0)) - 1 if policy.dealt else 0
 
         @cache
-        def linear(site: Site, mask: Mask | None, verify: Verify) -> Call:
+        def linear(site: Site, mask: Mask | None, verify: Verify, dealt_now: bool) -> Call:
             # What is neither masked nor checked is computed with its bias and all.
             bias_leaves = integers is None and mask is None and verify == "none"
             # Before `integers[site]`: drawing the check reads the weight, and it is not read again.
@@ -254,8 +303,17 @@ class Assembly:
                 if integers is None
                 else integers[site]
             )
-            lane = None if mask is None else pads.get(mask)
-            draw = None if lane is None else lane.draw
+            made = None if mask is None else pads.get(mask)
+            given, asked = Given(site, randomness, key=self.key), 0
+            lane: DrawsPads | None = made
+            accuse = None
+            if made is not None and dealt_now:
+                from tee_side.protect.pads.dealt import FreshPads
+
+                lane = fresh = FreshPads(made.source.store.layout, dealers, randomness)
+                given, asked = replace(given, deal=fresh.deal), dealers
+            elif made is not None:
+                given, accuse = replace(given, draw=made.draw), made.source.accuse
             padded = None
             # What a subclass of `Pad` sends is its own affair.
             if type(mask) is Pad and lane is not None and not isinstance(of_site, FloatSite):
@@ -265,16 +323,15 @@ class Assembly:
             return plan_linear(
                 site,
                 of_site,
-                in_the_clear
-                if mask is None
-                else mask.hiding(Given(site, randomness, draw, self.key)),
-                MaskRules(mask),
+                in_the_clear if mask is None else mask.hiding(given),
+                MaskRules(mask, asked),
                 check,
                 config,
                 settings,
                 bias_leaves=bias_leaves,
                 one_rpc_per_module=policy.one_rpc_per_module,
                 padded=padded,
+                accuse=accuse,
             )
 
         def stays(operator: Operator, layer: int | None) -> Product:
@@ -284,10 +341,14 @@ class Assembly:
             told = observer if only is None or operator in only else None
             return timed(function, told, operator, layer)
 
-        def leaves(operator: Operator, layer: int, phase: Phase) -> Callable[..., Any]:
+        def leaves(
+            operator: Operator, layer: int, phase: Phase, source: PadsFrom
+        ) -> Callable[..., Any]:
             if is_projection(operator) and operator in policy.projections:
                 placement = policy.at(operator, layer, phase)
-                return linear((layer, operator), placement.mask, placement.verify)
+                mask, verify = placement.mask, placement.verify
+                dealt_now = isinstance(mask, AdditiveMask) and not mask.made(source)
+                return linear((layer, operator), mask, verify, dealt_now)
             registered = self._registered[registered_name(operator)]
             return registered.bind(layer, phase, settings, randomness)
 

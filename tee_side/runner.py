@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,7 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, 
 from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.transport import open_channel
-from tee_side.assembly import Assembly, MaskSettings
+from tee_side.assembly import DEALT_GROUP, Assembly, MaskSettings
 from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.engine.generation import Generation, Totals
 from tee_side.engine.request import SamplingSettings
@@ -27,16 +27,17 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.operators import load_tee_model
 from tee_side.observer import Observers
 from tee_side.policy.placement import Policy
+from tee_side.protect.pads.source import Pads
 from tee_side.protect.pads.store import reading_threads
 from tee_side.protect.resumption import watch
 from tee_side.remote.services.connected import Services
 from tee_side.remote.services.member import ConnectOptions, ServiceCheck
 from tee_side.remote.services.plan import (
-    ServiceSpec,
-    assign_shares,
     check_links,
+    dealer_names,
     largest_reply,
     plan_services,
+    read_services,
 )
 from tee_side.words import Operator
 
@@ -50,16 +51,16 @@ if TYPE_CHECKING:
 class RunnerSettings:
     """What `tee-runner` is told. `dtype`: a short name, or None for the model's own.
 
-    `gpu`: services, as `ServiceSpec.parse` reads them; a policy of which nothing leaves connects to
-    none. `connect_timeout_s`: how long they are waited for at the start; `request_timeout_s`: for a
-    result, however many services are asked for it.
+    `gpu`, `dealers`: services, and who multiplies their pads, as `read_services` reads them; a
+    policy of which nothing leaves connects to none. `connect_timeout_s`: how long they are waited
+    for at the start; `request_timeout_s`: for a result, however many services are asked for it.
     `micro_batches`: into how many parts a step is cut that overlap. `spin_us`: how long to look for
     a reply before sleeping, where the last one came as soon. `link`: what each channel is wrapped
     in, such as the model of a slower link.
     `manifest`: what the model directory must hold, None: as it is.
-    `keys`: none, one for all services, or one for each in the order of `gpu`.
-    `heartbeat_timeout_s`: see `protocol.zmq_channel`. `shares_in_the_clear`: whether a policy with
-    shares may use links of this machine without keys, whose observer adds the shares.
+    `keys`: none, one for all services, or one for each in the order of `gpu`, then `dealers`.
+    `heartbeat_timeout_s`: see `protocol.zmq_channel`. `dealer_in_the_clear`: whether a policy whose
+    pads are dealt may use links of this machine without keys, whose observer takes the pads away.
     `appraise_service`: see `tee_side.attest.appraisal`; a policy with attested services needs it.
     `kernels`: see `protocol.native.use`, None: those in use. `http`: for services, by their URL.
     """
@@ -67,6 +68,7 @@ class RunnerSettings:
     model: Path
     policy: Policy
     gpu: tuple[str, ...] = ()
+    dealers: tuple[str, ...] = ()
     masks: MaskSettings = field(default_factory=MaskSettings)
     dtype: str | None = None
     kernels: str | None = None
@@ -81,7 +83,7 @@ class RunnerSettings:
     keys: tuple[ClientKeys, ...] = ()
     heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
     manifest: Manifest | None = None
-    shares_in_the_clear: bool = False
+    dealer_in_the_clear: bool = False
     appraise_service: Callable[[str, ClientKeys | None, bytes, bytes], None] | None = None
     http: Mapping[str, HttpAccess] = field(default_factory=dict)
 
@@ -103,9 +105,9 @@ class Cores(NamedTuple):
 class Runner(AbstractContextManager["Runner"]):
     """The trusted side, ready to generate. Use as a context manager.
 
-    `assignments`: a line for each service, of the layers and share that it gets and its key.
+    `assignments`: a line for each service, of the layers that it gets and its key.
     `services`: those that it uses; whether a step waits for a lost one any thread may ask.
-    `links_encrypted`: whether all links that shares depend on are. `cores`: the threads of this
+    `links_encrypted`: whether all links that dealt pads depend on are. `cores`: the threads of this
     run. `on_load`: told what is read, how many matrices of it are, and of how many.
 
     Raises, before anything is computed: ModelError, PolicyError, SettingsError, EndpointError,
@@ -125,11 +127,10 @@ class Runner(AbstractContextManager["Runner"]):
         # Told how many pads are missing, when a step has to wait for them.
         self.on_wait: Callable[[int], None] | None = None
         self.settings, self._tokenizer = settings, tokenizer
-        given = [ServiceSpec.parse(text) for text in settings.gpu] if policy.services else []
-        specs = assign_shares(given, policy)
+        specs = read_services(settings.gpu, settings.dealers, policy)
         endpoints = [spec.endpoint for spec in specs]
         keys = one_for_each(settings.keys, endpoints) if endpoints else []
-        allowed = settings.shares_in_the_clear
+        allowed = settings.dealer_in_the_clear
         appraise = settings.appraise_service
         SettingsError.unless(
             not policy.services or policy.service.attested == "none" or appraise is not None,
@@ -137,7 +138,7 @@ class Runner(AbstractContextManager["Runner"]):
             "none",
             f"what services must be: policy {policy.name} asks them for evidence",
         )
-        self.links_encrypted = check_links(specs, keys, policy, shares_in_the_clear=allowed)
+        self.links_encrypted = check_links(specs, keys, policy, dealer_in_the_clear=allowed)
         key_of = dict(zip(endpoints, keys, strict=True))
         key_words = {
             endpoint: f"key {own.service.decode()}" if own else "no key"
@@ -155,7 +156,7 @@ class Runner(AbstractContextManager["Runner"]):
                 config,
                 checkpoint,
                 model,
-                settings.masks,
+                replace(settings.masks, dealers=dealer_names(specs, keys)),
                 step_tokens=settings.engine.step_tokens,
                 on_load=on_load,
                 on_wait=lambda missing: self.on_wait(missing) if self.on_wait else None,
@@ -163,13 +164,15 @@ class Runner(AbstractContextManager["Runner"]):
             opened.callback(assembly.close)
             if not assembly.pads:
                 self.cores = self.cores._replace(read_pads=0)
-            groups = plan_services(specs, policy, config.num_hidden_layers)
+            groups = plan_services(specs, config.num_hidden_layers)
             self.assignments = tuple(
                 f"{endpoint}: {group}, {key_words[endpoint]}"
                 for group in groups
                 for endpoint in group.endpoints
             )
-            reply_bytes = largest_reply(policy, config, settings.engine.step_tokens, dtype)
+            # Pads are dealt in groups, however small a step is.
+            rows = max(settings.engine.step_tokens, DEALT_GROUP if policy.dealt else 0)
+            reply_bytes = largest_reply(policy, config, rows, dtype)
             # Made for the first reply: it reads some rows of every tensor, which digests cover.
             check = cache(
                 lambda: ServiceCheck(
@@ -181,16 +184,17 @@ class Runner(AbstractContextManager["Runner"]):
                     whole_layers="segment" in policy.operators,
                 )
             )
-            options = ConnectOptions(
-                lambda endpoint: _connect(endpoint, settings, key_of[endpoint], reply_bytes),
-                lambda *said: check().verify(*said),
-                settings.link,
-                settings.request_timeout_s,
-                appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
-            )
+            options = connect_options(settings, key_of, reply_bytes, check)
             self.services = Services(groups, config.num_hidden_layers, options)
             opened.callback(self.services.close)
             self.services.connect(settings.connect_timeout_s)
+            if policy.dealt:
+                # Connections of their own: pads are made by another thread.
+                of_dealers = [group for group in groups if group.dealer]
+                dealers = Services(of_dealers, config.num_hidden_layers, options)
+                opened.callback(dealers.close)
+                dealers.connect(settings.connect_timeout_s)
+                assembly.dealers_at = dealers.at
             self._lanes = partial(
                 assembly.lanes,
                 self.services.at,
@@ -221,7 +225,7 @@ class Runner(AbstractContextManager["Runner"]):
 
     def totals(self) -> Totals:
         """Return what services and pads have done so far."""
-        traffic, pads = self.services.traffic, list(self._assembly.pads.values())
+        traffic, pads = self.services.traffic, self.pads
         return Totals(
             pads_ready=min((one.store.left for one in pads), default=None),
             pads_made=sum(one.store.made for one in pads),
@@ -241,13 +245,18 @@ class Runner(AbstractContextManager["Runner"]):
         At first it is idle; see `BackgroundMaker.running`.
         """
         with ExitStack() as filling:
-            told = [filling.enter_context(one.filling()) for one in self._assembly.pads.values()]
+            told = [filling.enter_context(one.filling()) for one in self.pads]
 
             def tell_load(load: Load) -> None:
                 for tell in told:
                     tell(load)
 
             yield tell_load
+
+    @property
+    def pads(self) -> list[Pads]:
+        """Its pads, of each mask."""
+        return list(self._assembly.pads.values())
 
     def observe(self, observer: Observers | None, only: Collection[Operator] | None = None) -> None:
         """Tell another observer, or none, from the next step on.
@@ -279,6 +288,23 @@ class Runner(AbstractContextManager["Runner"]):
     def close(self) -> None:
         """Disconnect from the services, and let go of the pad bank."""
         self._closing.close()
+
+
+def connect_options(
+    settings: RunnerSettings,
+    key_of: Mapping[str, ClientKeys | None],
+    reply_bytes: int,
+    check: Callable[[], ServiceCheck],
+) -> ConnectOptions:
+    """Return how services are reached. `check`: returns what checks an Init reply."""
+    appraise = settings.appraise_service
+    return ConnectOptions(
+        lambda endpoint: _connect(endpoint, settings, key_of[endpoint], reply_bytes),
+        lambda *said: check().verify(*said),
+        settings.link,
+        settings.request_timeout_s,
+        appraise and (lambda endpoint, *said: appraise(endpoint, key_of[endpoint], *said)),
+    )
 
 
 def _connect(

@@ -44,6 +44,10 @@ Verify = Literal["none", "freivalds"]
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
+# Where rows that leave under pads have these from: the stock of those that were made; dealers, who
+# multiply them meanwhile (of a mask that is not dealt, the stock, too); nowhere: the TEE computes.
+PadsFrom = Literal["stock", "dealers", "none"]
+
 # What the TEE spends time on for one operator. `tee`: computing it, or scaling and rounding around
 # a product that is computed elsewhere; `verify`: checking what came back, its form and its numbers.
 # Under a pad rounding is part of `mask`, and checking the numbers and scaling back of `unmask`.

@@ -91,7 +91,6 @@ class MaskEntry(NamedTuple):
             "tolerance": mask.tolerance,
             "cost": mask.cost,
             "arithmetic": mask.arithmetic,
-            "services": mask.services,
             "provisioned": issubclass(mask, ProvisionedMask),
             "operators": self.operators,
             # Of a stranger's mask a default may be anything.
@@ -166,7 +165,7 @@ class PolicyEntry(NamedTuple):
         `default`: the name of the default policy.
         """
         policy, count = self.policy, self.policy.services
-        services = {0: "no service", 1: "1 service"}.get(count, f"{count} services")
+        services = ("no service", "1 service", "1 service and a dealer")[count]
         services += "" if policy.arithmetic == "float" else f", {policy.arithmetic}"
         name = policy.name + (" (default)" if policy.name == default else "")
         facts = [name, self.standing, services]
@@ -252,8 +251,7 @@ def needs_of(mask: type[Mask]) -> list[str]:
     needs = {
         '`arithmetic = "int8"` in the policy': mask.arithmetic == "int8",
         "a key and weights from `tsqp provision`": issubclass(mask, ProvisionedMask),
-        f"{mask.services} services": mask.services > 1,
-        "factors made in advance": mask.kind == "additive" and mask.services == 1,
+        "factors made in advance, or dealers": mask.kind == "additive",
     }
     return [need for need, is_needed in needs.items() if is_needed]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from tee_side.policy.placement import Placement, Policy
-from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.words import LAYERLESS, Operator
 
 # What the GPU side sees of an operator that is sent to it in the clear.
@@ -24,10 +24,10 @@ SEEN: dict[Operator, str] = {
 _BELIEVED = "results are not verified, so this holds against a service that computes honestly"
 _VERIFIED = "results are verified{}, and a service that lies{} is asked no more"
 
-# What shares depend on, by whether all links are encrypted.
+# What dealt pads depend on, by whether all links are encrypted.
 _APART = {
-    True: "as long as the two services do not collude and their links are encrypted",
-    False: "and an observer of both links, which are NOT encrypted, reads prompt and answer",
+    True: "as long as service and dealer do not collude, now or later, and links are encrypted",
+    False: "and an observer of all links, which are NOT encrypted, reads prompt and answer",
 }
 
 # What more is known of services, by the evidence that they have to give.
@@ -40,7 +40,7 @@ _Masked: TypeAlias = list[tuple[Operator, Mask]]
 def leakage_summary(policy: Policy, *, links_encrypted: bool = True) -> str | None:
     """Say what the GPU side learns under a policy, the worst first; None if nothing.
 
-    `links_encrypted`: whether all links that shares depend on are.
+    `links_encrypted`: whether all links that dealt pads depend on are.
 
     Hidden states in the clear give the prompt away to any holder of the public weights
     (vocabulary matching, arXiv 2505.18332). "Uniform random numbers" is said only of a policy
@@ -62,10 +62,10 @@ def _seen(leaving: Sequence[tuple[Operator, Placement]], *, links_encrypted: boo
         else ("", "")
     )
     promised = _VERIFIED.format(*within) if verified else _BELIEVED
-    shared = any(mask.services > 1 for _, mask in masked)
-    apart = f", {_APART[links_encrypted]}" if shared else ""
+    dealt = any(isinstance(mask, AdditiveMask) and mask.dealt for _, mask in masked)
+    apart = f", {_APART[links_encrypted]}" if dealt else ""
     if not clear and all(mask.uniform for _, mask in masked):
-        each = "each GPU service" if shared else "the GPU"
+        each = "each of GPU and dealer" if dealt else "the GPU"
         seen = f"{each} sees uniform random numbers, lengths and timing{apart}"
         return f"{seen}; {promised}"
     # Whatever order and company ids are sent in: those of the prompt are among them.

@@ -31,7 +31,7 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
 from tee_side.protect.pads.bank_files import Purpose
-from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links, plan_services
+from tee_side.remote.services.plan import check_links, plan_services, read_services
 from tsqp.doctor import Finding, kernel_file
 from tsqp.leakage_summary import leakage_summary
 from tsqp.run.bank import padded
@@ -185,10 +185,14 @@ def _bank(start: Start) -> Iterator[Finding]:
     yield Finding("run", "bank", *(("ok", left) if available else ("missing", left, make)))
 
 
+def _named(start: Start) -> tuple[str, ...]:
+    return (*start.settings.gpu, *start.settings.dealer)
+
+
 def _keys(start: Start) -> Iterator[Finding]:
     if start.keys:
         yield Finding("run", "keys", "ok", f"{len(start.keys)} of services, and our own")
-    elif start.policy.services and (exposed := exposed_services(start.settings.gpu)):
+    elif start.policy.services and (exposed := exposed_services(_named(start))):
         yield Finding(
             "run",
             "keys",
@@ -200,12 +204,10 @@ def _keys(start: Start) -> Iterator[Finding]:
 
 def _services(start: Start) -> Iterator[Finding]:
     policy = start.policy
-    specs = assign_shares(
-        [ServiceSpec.parse(text) for text in start.settings.gpu if policy.services], policy
-    )
+    specs = read_services(start.settings.gpu, start.settings.dealer, policy)
     keys = one_for_each(start.keys, [spec.endpoint for spec in specs]) if specs else []
-    check_links(specs, keys, policy, shares_in_the_clear=start.settings.shares_in_the_clear)
-    plan_services(specs, policy, start.config.num_hidden_layers)
+    check_links(specs, keys, policy, dealer_in_the_clear=start.settings.dealer_in_the_clear)
+    plan_services(specs, start.config.num_hidden_layers)
     appraise = service_appraisal(start.settings, policy, start.manifest)
     nonce = b"" if appraise is None else secrets.token_bytes(NONCE_BYTES)
     access, limit_s = read_http_access(start.settings, start.manifest), start.timeout_s
@@ -259,7 +261,7 @@ def _clock(_start: Start) -> Iterator[Finding]:
 
 
 def _entropy(_start: Start) -> Iterator[Finding]:
-    """Look at the operating system's generator: pads, shares and secrets come from it."""
+    """Look at the operating system's generator: pads and secrets come from it."""
     require_seed()
     yield Finding("run", "entropy", "ok", "the operating system's generator is seeded")
 

@@ -117,7 +117,7 @@ class Engine:
     @property
     def _elsewhere(self) -> abc.Collection[int]:
         """The layers whose keys and values services keep."""
-        return self.lanes[0].tables["decode", False].segments
+        return self.lanes[0].tables["decode", "stock"].segments
 
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
@@ -313,7 +313,7 @@ class Engine:
                 reader, logprobs = rows.sequence.reader, list[Logprob]()
                 if reader is not None:
                     start = rows.sequence.cache.length + rows.take.read.start
-                    ops = lane.tables[part.phase, True]
+                    ops = lane.tables[part.phase, "none"]
                     logprobs = reader.read(its_RD, start, lane.model, ops)
                 given.append((rows, its_NV, its_RD, logprobs))
         # From here on nothing can fail: the step counts for every sequence, or for none.

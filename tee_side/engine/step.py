@@ -26,7 +26,7 @@ from tee_side.model.operators import MicroBatchOperators, Operators, forward, lo
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.pads.source import Pads
 from tee_side.remote.call import run, run_overlapped
-from tee_side.words import Phase
+from tee_side.words import PadsFrom, Phase
 
 if TYPE_CHECKING:
     from tee_side.engine.drafts import Drafts
@@ -189,14 +189,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a step that run alike. `withheld`: the TEE computes all that would draw pads.
+    """Rows of a step that run alike. `pads`: where they have them from.
 
     `rows`: those of each sequence, in the order of the batch.
     """
 
     batch: Batch
     phase: Phase
-    withheld: bool = False
+    pads: PadsFrom = "stock"
     rows: abc.Sequence[Rows] = ()
 
 
@@ -216,37 +216,43 @@ class _PadBudget:
         self._planned: Counter[Mask] = Counter()
         self._in_tee: set[Pads] = set()
 
-    def settle(self, phase: Phase, rows: int) -> bool:
-        """Take pads for rows of a sequence; return whether the TEE computes them instead.
+    def settle(self, phase: Phase, rows: int) -> PadsFrom:
+        """Say where rows of a sequence have their pads from, and take those that are made.
 
         Raises PadsExhaustedError, and what making pads meets.
         """
-        found = self._found(phase)
-        if phase == "prefill" and not all(p.in_stock(self._planned[m] + rows) for m, p in found):
-            return self._withhold(p for _, p in found)
+        source: PadsFrom = "stock"
+        found = self._found(phase, source)
+        if phase == "prefill" and (
+            beyond := [p for m, p in found if not p.in_stock(self._planned[m] + rows)]
+        ):
+            if not all(pads.dealers_there for pads in beyond):
+                return self._withhold(pads for _, pads in found)
+            source = "dealers"
+            found = self._found(phase, source)
         for mask, pads in found:
             if pads.ready(self._planned[mask] + rows) < self._planned[mask] + rows:
                 if pads.when_out == "tee":
                     return self._withhold([pads])
                 raise pads.exhausted(rows)
         self._planned.update({mask: rows for mask, _ in found})
-        return False
+        return source
 
     def plenty(self, rows: int) -> bool:
         """Say whether there are pads to spare: for decoded rows that may come to nothing."""
-        return all(pads.plenty(self._planned[m] + rows) for m, pads in self._found("decode"))
+        found = self._found("decode", "stock")
+        return all(pads.plenty(self._planned[mask] + rows) for mask, pads in found)
 
-    def _found(self, phase: Phase) -> list[tuple[Mask, Pads]]:
-        return [
-            (mask, self._lane.pads[mask].source) for mask in self._lane.tables[phase, False].masks
-        ]
+    def _found(self, phase: Phase, source: PadsFrom) -> list[tuple[Mask, Pads]]:
+        masks = self._lane.tables[phase, source].masks
+        return [(mask, self._lane.pads[mask].source) for mask in masks]
 
-    def _withhold(self, without: abc.Iterable[Pads]) -> bool:
+    def _withhold(self, without: abc.Iterable[Pads]) -> PadsFrom:
         for pads in without:
             if pads not in self._in_tee:
                 self._in_tee.add(pads)
                 pads.in_tee += 1
-        return True
+        return "none"
 
 
 def compose(
@@ -262,21 +268,22 @@ def compose(
     `lane`: any of the step's. `refuse`: told of each sequence that gets no pads.
     """
     budget = _PadBudget(lane)
-    groups: dict[int, tuple[Phase, bool, list[Rows]]] = {}
+    groups: dict[int, tuple[Phase, PadsFrom, list[Rows]]] = {}
     for wanted in _wanted(sequences, budget, step_tokens, speculative_tokens):
         sequence, phase = wanted.sequence, wanted.phase
         try:
-            withheld = budget.settle(phase, len(wanted.take.ids))
+            pads = budget.settle(phase, len(wanted.take.ids))
             # What is read of a prompt goes through the TEE's own LM head.
-            withheld |= sequence.reader is not None and lane.tables[phase, False].head_in_segment
+            if sequence.reader is not None and lane.tables[phase, "stock"].head_in_segment:
+                pads = "none"
         except PadsExhaustedError as error:
             refuse(sequence, error)
             continue
-        _, _, rows = groups.setdefault(id(lane.tables[phase, withheld]), (phase, withheld, []))
+        _, _, rows = groups.setdefault(id(lane.tables[phase, pads]), (phase, pads, []))
         rows.append(wanted)
     return [
-        Part(Batch.of([one.take for one in rows]), phase, withheld, rows)
-        for phase, withheld, rows in groups.values()
+        Part(Batch.of([one.take for one in rows]), phase, pads, rows)
+        for phase, pads, rows in groups.values()
     ]
 
 
@@ -340,14 +347,14 @@ def run_step(
     for part, batches in zip(parts, cut, strict=True):
         for batch in batches:
             lane = next(free)
-            ops = lane.tables[part.phase, part.withheld]
+            ops = lane.tables[part.phase, part.pads]
             running.append(run_part(batch, ops, lane))
     try:
         found = iter(run_overlapped(running))
         results = []
         for part, batches in zip(parts, cut, strict=True):
             outputs, read = zip(*(next(found) for _ in batches), strict=True)
-            ops = lanes[0].tables[part.phase, part.withheld]
+            ops = lanes[0].tables[part.phase, part.pads]
             if ops.head_apart:
                 logits_NV = torch.cat([each for each in outputs if len(each)] or outputs)
             else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from torch.nn.functional import embedding, linear
@@ -52,7 +52,7 @@ from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import IntegerSite, IntegerSites
 from tee_side.remote.call import RunParts, turn
-from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, Phase, Site, layer_of
+from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, PadsFrom, Phase, Site, layer_of
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -199,7 +199,7 @@ RemoteSegment: TypeAlias = Callable[[Tensor, Batch], Awaitable[Tensor]]
 class Operators(Ops[TeeLayer, Batch]):
     """What a forward pass calls in one phase.
 
-    `lm_head`: [N, D] -> [N, V]. `masks`: that pads are drawn for. `head_apart`: whether each
+    `lm_head`: [N, D] -> [N, V]. `masks`: whose pads come from the stock. `head_apart`: whether each
     micro-batch asks for its own logits, because it draws pads for them. `head_in_segment`: whether
     the last segment gives logits.
     """
@@ -210,9 +210,9 @@ class Operators(Ops[TeeLayer, Batch]):
     head_in_segment: bool = False
 
 
-# The tables by phase, and by whether pads are withheld: then what is under them stays, to the same
-# bits, and the LM head of a segment.
-Tables: TypeAlias = Mapping[tuple[Phase, bool], Operators]
+# The tables by phase, and by where rows have their pads from. With none, what is under them stays,
+# to the same bits, and the LM head of a segment.
+Tables: TypeAlias = Mapping[tuple[Phase, PadsFrom], Operators]
 
 
 async def attend(
@@ -260,10 +260,10 @@ def place(
     policy: Policy,
     layers: int,
     stays: Callable[[Operator, int | None], Callable[[Tensor], Tensor]],
-    leaves: Callable[[Operator, int, Phase], Callable[..., Any]],
+    leaves: Callable[[Operator, int, Phase, PadsFrom], Callable[..., Any]],
     segments: Sequence[tuple[Segment, Callable[[Segment], RemoteSegment]]] = (),
 ) -> Tables:
-    """Build the tables of prefill and decode, with pads and without, one for rows that run alike.
+    """Build the tables of prefill and decode, by the source of pads, one for rows that run alike.
 
     `stays`: returns how an operator of a layer, or of none, is called where it stays; `leaves`:
     where it leaves; `segments`: each all at one service, and what returns how it is called. The
@@ -272,9 +272,12 @@ def place(
     head = any(one.head for one, _ in segments)
     apart = head or any(isinstance(mask, AdditiveMask) for mask in policy.masks)
 
+    known = {"stock", *["none"] * apart, *["dealers"] * policy.dealt}
+
     @cache
-    def table(phase: Phase, withheld: bool) -> Operators:
+    def table(phase: Phase, source: PadsFrom) -> Operators:
         drawn: set[Mask] = set()
+        withheld = source == "none"
         calls_at: dict[int, RemoteSegment] = {}
         for one, called in segments:
             calls_at |= dict.fromkeys(range(one.first, one.last + 1), _done)
@@ -292,19 +295,21 @@ def place(
             placed = policy.at(operator, 0 if alone else layer, phase)
             padded = isinstance(placed.mask, AdditiveMask)
             if placed.leaves and not (padded and withheld):
-                drawn.update([placed.mask] if padded and placed.mask else [])
-                return leaves(operator, layer, phase)
+                if isinstance(placed.mask, AdditiveMask) and placed.mask.made(source):
+                    drawn.add(placed.mask)
+                return leaves(operator, layer, phase, source)
             return wrap(stays(operator, None if alone else layer))
 
         def products(layer: int) -> RemoteAttention | None:
             places = {policy.at(name, layer, phase).place for name in PRODUCTS}
             stay = layer in calls_at or places == {"tee"}
-            return None if stay else leaves("attn_scores", layer, phase)
+            return None if stay else leaves("attn_scores", layer, phase, source)
 
         calls: dict[str, Any] = {
             name: [call(name, layer) for layer in range(layers)] for name in FUSED_MODULES
         }
-        head_apart = isinstance(policy.at("lm_head", 0, phase).mask, AdditiveMask)
+        at_head = policy.at("lm_head", 0, phase).mask
+        head_apart = isinstance(at_head, AdditiveMask) and at_head.made(source)
         return Operators(
             embedding=call("embedding", 0),
             **calls,
@@ -317,8 +322,10 @@ def place(
         )
 
     return {
-        (phase, withheld): table(phase if policy.splits_phases else "decode", withheld and apart)
-        for phase, withheld in product(PHASES, (False, True))
+        (phase, source): table(
+            phase if policy.splits_phases else "decode", source if source in known else "stock"
+        )
+        for phase, source in product(PHASES, get_args(PadsFrom))
     }
 
 

@@ -78,7 +78,7 @@ from tee_side.words import (
 
 _SUFFIX = ".toml"
 # Built-in policies of other names than before.
-_RENAMED = {"tsqp": "published", "tsqp-permuted": "published-permuted"}
+_RENAMED = {"tsqp": "published", "tsqp-permuted": "published-permuted", "two-server": "dealt"}
 _ENTRY_POINTS = "tsqp.policies"
 _FOLDER = "folder"
 _BUILTIN = files("tee_side.policy") / "builtin"
@@ -422,8 +422,13 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
 
     def sites_here(self, num_layers: int) -> list[Site]:
         """Return the sites that the TEE computes in some phase, or when pads are not in stock."""
-        stock = self.prefill == "stock"
-        return self.sites(num_layers, lambda p: p.place == "tee" or (stock and p.mask is not None))
+
+        def stays(placed: Placement) -> bool:
+            mask = placed.mask
+            spared = self.prefill == "stock" and isinstance(mask, AdditiveMask) and not mask.dealt
+            return placed.place == "tee" or spared
+
+        return self.sites(num_layers, stays)
 
     def sites_under(self, num_layers: int, mask: Mask) -> list[Site]:
         """Return the sites that are under a mask in some phase."""
@@ -435,8 +440,13 @@ class Policy(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def services(self) -> int:
-        """How many services the policy needs: none, one, or two that do not collude."""
-        return max((p.mask.services if p.mask else 1 for _, p in self.leaving()), default=0)
+        """How many services the policy needs: none, one, or one and a dealer."""
+        return 1 + self.dealt if any(self.leaving()) else 0
+
+    @property
+    def dealt(self) -> bool:
+        """Whether dealers multiply pads, who must not collude with the service."""
+        return any(isinstance(mask, AdditiveMask) and mask.dealt for mask in self.masks)
 
     @property
     def verified(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,20 +22,23 @@ from protocol.messages import SEED_BYTES
 from protocol.tensors import short_name
 from tee_side.native import kernels as compiled
 from tee_side.protect.masks.mask import Mask, Masked, Seed
-from tee_side.protect.pads.source import PadLane
+from tee_side.protect.pads.source import DrawsPads
 from tee_side.protect.sites import IntegerSite
 from tee_side.protect.verification import ExactCheck
-from tee_side.words import Operator, is_linear
+from tee_side.words import Operator, is_projection
 
 _MORE_ROWS = 4096
 
 
 class MaskRules:
-    """The rules of one mask, None for none: what crosses in the clear is checked alike."""
+    """The rules of one mask, None for none: what crosses in the clear is checked alike.
 
-    def __init__(self, mask: Mask | None) -> None:
+    `dealers`: how many are sent a seed beside what the service is sent.
+    """
+
+    def __init__(self, mask: Mask | None, dealers: int = 0) -> None:
         self.mask = mask
-        self.services = 1 if mask is None else mask.services
+        self.parties = 1 + dealers
         # For errors.
         self.name = f"mask {mask.name}" if mask is not None else "no mask"
 
@@ -49,13 +53,13 @@ class MaskRules:
     def check_sent(self, operator: Operator, plain: torch.Tensor, masked: object) -> None:
         """Refuse what must not cross instead of `plain` [T, ...], before it is sent.
 
-        Each service gets [rows, ...] of the same dtype and size, at most `most_rows`, or a seed of
-        it. Raises MaskError.
+        The service gets [rows, ...] of the same dtype and size, at most `most_rows`, and a dealer
+        a seed of as many. Raises MaskError.
         """
         if not isinstance(masked, Masked) or not isinstance(masked.sent, tuple):
             self.refuse(operator, type(masked).__name__, "Masked((tensor,), unmask)")
-        if len(masked.sent) != self.services:
-            self.refuse(operator, f"{len(masked.sent)} tensors to send", f"{self.services} tensors")
+        if len(masked.sent) != self.parties:
+            self.refuse(operator, f"{len(masked.sent)} tensors to send", f"{self.parties} tensors")
         wanted, dtype, first = plain.shape[1:], plain.dtype, masked.sent[0].shape
         most_rows = self.most_rows(len(plain))
         for sent in masked.sent:
@@ -69,8 +73,8 @@ class MaskRules:
                 )
             if isinstance(sent, Seed) and len(sent.key) != SEED_BYTES:
                 self.refuse(operator, f"a seed of {len(sent.key)} bytes", f"{SEED_BYTES}")
-            if isinstance(sent, Seed) and not (is_linear(operator) and len(shape) == 2):
-                self.refuse(operator, "a seed", "one of rows of a layer's linear operator only")
+            if isinstance(sent, Seed) and not (is_projection(operator) and len(shape) == 2):
+                self.refuse(operator, "a seed", "one of rows of a linear operator or LM head only")
 
     def check_unmasked(
         self,
@@ -91,16 +95,17 @@ class MaskRules:
 
 
 class Padded(NamedTuple):
-    """One input under its pad. `sent`: what crosses; `encoded`: the plain integers.
+    """One input under its pad. `sent`: what crosses, to the service and to each dealer.
 
-    `u_TO`: r W, to take away; `scale_T`: of the rows; `expected_Tk`: what the check of the product
-    must give, None without a check.
+    `encoded`: the plain integers; `u_TO`: r W, to take away, None where dealers reply with it;
+    `scale_T`: of the rows; `expected_Tk`: what the check of the product must give, None without a
+    check.
     """
 
     of: PaddedSite
-    sent: tuple[torch.Tensor]
+    sent: tuple[torch.Tensor | Seed, ...]
     encoded: torch.Tensor
-    u_TO: torch.Tensor
+    u_TO: torch.Tensor | None
     scale_T: torch.Tensor
     expected_Tk: torch.Tensor | None
 
@@ -111,9 +116,13 @@ class Padded(NamedTuple):
     def reveal(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Take the pad away, check, scale back and add the bias; None for a wrong product."""
         site, check = self.of.site, self.of.check
+        y_TO, *dealt = outputs
+        u_TO = self.u_TO
+        if u_TO is None:
+            u_TO = reduce(torch.add, dealt)
         vectors_kO = None if check is None else check.vectors_kO
         return compiled.decode(
-            *(outputs[0], self.u_TO, self.scale_T, site.factor_O, site.bias_O, site.dtype),
+            *(y_TO, u_TO, self.scale_T, site.factor_O, site.bias_O, site.dtype),
             *(vectors_kO, self.expected_Tk),
         )
 
@@ -127,15 +136,16 @@ class PaddedSite:
 
     site: IntegerSite
     number: int
-    pads: PadLane
+    pads: DrawsPads
     check: ExactCheck | None
 
     def hide(self, x_TI: torch.Tensor) -> Padded:
         """Quantise x and add its pad.
 
-        GPU sees: uniform ring elements. Raises ActivationRangeError, and as `PadLane.words`.
+        GPU sees: uniform ring elements; a dealer: a fresh seed. Raises ActivationRangeError, and as
+        `PadLane.words`.
         """
-        r_TI, u_TO = self.pads.words(self.number, x_TI.shape[0])
+        r_TI, u_TO, seeds = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
         q_TI, sent_TI, is_finite, scale_T, expected = compiled.encode(
@@ -143,4 +153,4 @@ class PaddedSite:
         )
         if not is_finite:
             site.refuse()
-        return Padded(self, (sent_TI,), q_TI, u_TO, scale_T, expected)
+        return Padded(self, (sent_TI, *seeds), q_TI, u_TO, scale_T, expected)

@@ -52,7 +52,7 @@ class Randomness:
         if key is None:
             key = os.urandom(KEY_BYTES)
         self._key = key
-        self._context = _counting(key)
+        self._context = counting(key)
         # Not os.register_at_fork: it would not hear of a fork made by a C library.
         self._process = os.getpid()
 
@@ -106,7 +106,7 @@ class Keystream:
 
     def __init__(self, key: Bytes) -> None:
         self._key = key
-        self._context = _counting(key)
+        self._context = counting(key)
 
     def rows(self, indices: range, site: int, features: int) -> torch.Tensor:
         """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian.
@@ -154,6 +154,10 @@ class Keystream:
             context.update_into(counters[: len(part)].view(numpy.uint8).data.cast("B"), drawn.data)
             part[:] = words[: len(part), :features]
 
+    def seed(self, dealer: int, first: int, site: int) -> Bytes:
+        """Raise RuntimeError: no dealer multiplies these, but those of a `DealtKeystream`."""
+        raise RuntimeError(f"keystream: got dealer {dealer}, expected none")
+
     def _check(self, indices: range, counts: Mapping[int, int]) -> None:
         if not 0 <= indices.start <= indices.stop <= 2**64:
             raise ValueError(f"keystream: got index {indices.start}, expected 64 bits, unsigned")
@@ -168,7 +172,7 @@ def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:
     return HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt, info=info).derive(key)
 
 
-def _counting(key: bytes) -> CipherContext:
+def counting(key: bytes) -> CipherContext:
     """Return AES in counter mode, from 0 on. Raises ValueError for a key of another length."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"randomness: key: got {len(key)} bytes, expected {KEY_BYTES}")

@@ -34,6 +34,8 @@ WORD_BYTES = 4
 
 # Sums must fit a signed 32-bit integer, or they could not be told from what they wrapped to.
 MAX_SUM = 2**31 - 1
+# What two digits hold, as the TEE multiplies each digit.
+LARGEST_INPUT = 127 * 257
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -131,11 +133,10 @@ LinearSite: TypeAlias = FloatSite | IntegerSite
 def largest_input(max_row_sum: int) -> int:
     """Return the largest integer that an input may have beside these int8 weights.
 
-    By Hoelder |x . w_j| <= max |x| * sum |w_j|, which this keeps below 2^31. Never more than 32,639
-    = 127 * 256 + 127: what two digits hold, as the TEE multiplies each digit. `max_row_sum`: of all
+    By Hoelder |x . w_j| <= max |x| * sum |w_j|, which this keeps below 2^31. `max_row_sum`: of all
     outputs the largest sum of magnitudes, at most 127 for each input feature.
     """
-    return min(127 * 257, MAX_SUM // max(1, max_row_sum))
+    return min(LARGEST_INPUT, MAX_SUM // max(1, max_row_sum))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

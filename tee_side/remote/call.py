@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from protocol.channel import Channel
-from protocol.errors import DeadlineExceededError, PolicyError, ReplyError
-from protocol.messages import LinearRequest, RingLinearRequest, RingLMHeadRequest
+from protocol.errors import DeadlineExceededError, PolicyError, ReplyError, TsqpError
+from protocol.messages import LinearRequest, ModuleName, RingLinearRequest, RingLMHeadRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Call
@@ -41,7 +41,7 @@ from tee_side.words import Operator, Phase, Site, layer_of, registered_name
 
 # What an operator is called with: a tensor, or the two operands of an attention product.
 Operand: TypeAlias = Any
-# The services of a layer, one for each share; a mask uses the first `mask.services` of them. The
+# The service of a layer, and the dealers of its pads, where a policy has these dealt. The
 # embedding goes where layer 0 is, the LM head where the last one is.
 ChannelsAt: TypeAlias = Callable[[int], Sequence[Channel]]
 # Shapes that a plan keeps prepared requests for: every decode batch, and whole prefill chunks.
@@ -49,6 +49,8 @@ MAX_PREPARED = 64
 # The entry points of operators that are not linear.
 REGISTERED = "tsqp.operators"
 R = TypeVar("R")
+# Returns the error for a place where a pad was wrong; None where no dealer has multiplied it.
+Accuse: TypeAlias = Callable[[str], TsqpError | None]
 # `None` is sent to it at each turn.
 Running: TypeAlias = Coroutine[None, None, R]
 
@@ -85,15 +87,16 @@ class CallSettings:
 class CallPlan:
     """How an operator leaves the TEE under one protection.
 
-    `channels`: one for each share. `encode`: turns an input into what is multiplied, and what is
-    remembered of it; `decode`: a product, with that, into the output. `hide`: masks the encoded
-    input, and refuses what must not cross. `requests`: returns the prepared requests for what is
-    sent, by its shape and dtype: one, or one for each module that travels alone. `shape`: of the
-    unmasked result of an encoded input; its dtype is that of the replies. `check`: of its numbers,
-    or `UNVERIFIED`. `timeout_s`: of the whole call, infinite for the channels' own deadlines.
-    `clock`: told of each stage.
-    `padded`: does all that `encode`, `hide`, `check` and `decode` do, in two passes that the clock
-    calls "mask" and "unmask"; None for what has no compiled form.
+    `channels`: of the service, and of each dealer that multiplies the pad now. `encode`: turns an
+    input into what is multiplied, and what is remembered of it; `decode`: a product, with that,
+    into the output. `hide`: masks the encoded input, and refuses what must not cross. `requests`:
+    returns the prepared requests for what is sent, by its shape and dtype: one, or one for each
+    module that travels alone. `shape`: of the unmasked result of an encoded input; its dtype is
+    that of the replies. `check`: of its numbers, or `UNVERIFIED`. `timeout_s`: of the whole call,
+    infinite for the channels' own deadlines. `clock`: told of each stage. `padded`: does all that
+    `encode`, `hide`, `check` and `decode` do, in two passes that the clock calls "mask" and
+    "unmask"; None for what has no compiled form. `accuse`: told of a result that is wrong though
+    the service was right: a dealer was not.
     """
 
     operator: Operator
@@ -109,6 +112,7 @@ class CallPlan:
     timeout_s: float
     clock: StageClock | Untimed
     padded: PaddedSite | None = None
+    accuse: Accuse | None = None
 
 
 def plan_linear(
@@ -123,6 +127,7 @@ def plan_linear(
     bias_leaves: bool = False,
     one_rpc_per_module: bool = False,
     padded: PaddedSite | None = None,
+    accuse: Accuse | None = None,
 ) -> Call:
     """Return the call of a linear operator of one layer, or of the LM head: [T, I] -> [T, O].
 
@@ -130,7 +135,7 @@ def plan_linear(
     `mask`: hides what `linear` has encoded, under `rules`; `check`: of the product. `bias_leaves`:
     the service adds the bias, as nothing is masked or checked. `one_rpc_per_module`: q, k, v, gate
     and up travel alone, as in the published schema, instead of together with what shares their
-    input. `padded`: does all of this compiled, where it can be.
+    input. `padded`: does all of this compiled, where it can be. `accuse`: see `CallPlan`.
 
     GPU sees: the input, as the mask leaves it. The call raises as `carry_out` does.
     """
@@ -149,13 +154,11 @@ def plan_linear(
     def requests(shape: tuple[int, ...], of: torch.dtype) -> tuple[PreparedRequest, ...]:
         dtype, sent = short_name(of), shape[0]
         wire = WireTensor(dtype, tuple(shape), b"")
-        if layer is None:
-            return (PreparedRequest(RingLMHeadRequest(elements=wire), (sent, outputs), dtype),)
+        if layer is None or of is torch.int32:
+            return tuple(ring_request(config, site, wire, names) for names in messages)
         return tuple(
             PreparedRequest(
-                RingLinearRequest(layer_idx=layer, module_names=names, elements=wire)
-                if of is torch.int32
-                else LinearRequest(
+                LinearRequest(
                     layer_idx=layer, module_names=names, hidden_states=wire, bias=bias_leaves
                 ),
                 (sent, sum(sizes[name] for name in names)),
@@ -167,7 +170,7 @@ def plan_linear(
     plan = CallPlan(
         operator=operator,
         layer=layer,
-        channels=tuple(settings.channels_at(at)[: rules.services]),
+        channels=tuple(settings.channels_at(at)[: rules.parties]),
         encode=linear.encode,
         hide=hide,
         requests=requests,
@@ -178,8 +181,27 @@ def plan_linear(
         timeout_s=settings.timeout_s,
         clock=settings.clock(operator, layer),
         padded=padded,
+        accuse=accuse,
     )
     return partial(carry_out, plan)
+
+
+def ring_request(
+    config: ModelConfig, site: Site, elements: WireTensor, names: tuple[ModuleName, ...] = ()
+) -> PreparedRequest:
+    """Prepare the product of ring elements int32 [rows, I] with a site's weights.
+
+    `names`: with those of some modules alone; none: of all, side by side.
+    """
+    layer, (rows, (outputs, _)) = layer_of(site), config.row_layout(site[1])
+    message: RingLMHeadRequest | RingLinearRequest
+    if layer is None:
+        message = RingLMHeadRequest(elements=elements)
+    else:
+        names = names or tuple(rows)
+        outputs = sum(rows[name].stop - rows[name].start for name in names)
+        message = RingLinearRequest(layer_idx=layer, module_names=names, elements=elements)
+    return PreparedRequest(message, (elements.shape[0], outputs), elements.dtype)
 
 
 class RegisteredOperator(Protocol):
@@ -297,6 +319,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
                 in_the_clear=plan.rules.mask is None,
                 check=plan.check,
                 until=until,
+                accuse=plan.accuse,
             ),
             requests,
             masked.sent,
@@ -333,7 +356,7 @@ def ask(
     sent: Sequence[Payload | Seed],
     timeout_s: float | None,
 ) -> Generator[None, None, list[Exchange]]:
-    """Send each service its tensors or seed, give up control, and return the replies in order.
+    """Send the service its tensors and each dealer its seed, give up control; return the replies.
 
     Raises ResumedError before anything is sent, and what sending and waiting raise; of what is
     still under way then, or when the coroutine is closed, no reply is waited for any more.
@@ -346,7 +369,7 @@ def ask(
     try:
         for channel, payload in zip(channels, sent, strict=True):
             if isinstance(payload, Seed):
-                request_id = channel.start(request.seeded, payload.words(), timeout_s)
+                request_id = channel.start(*payload.crossing(request), timeout_s)
             else:
                 request_id = channel.start(request, payload, timeout_s)
             waiting.append((channel, request_id))

@@ -53,9 +53,10 @@ class Answer(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Whose result was refused: an operator of a layer, asked for over `channels`, one a share.
+    """Whose result was refused: an operator of a layer, asked for over `channels`.
 
     `mask`: as messages name it; `in_the_clear`: that there is none. `until`: the call's deadline.
+    `accuse`: see `CallPlan`.
     """
 
     operator: Operator
@@ -65,6 +66,7 @@ class Refused(NamedTuple):
     in_the_clear: bool
     check: ResultCheck | Unverified
     until: float
+    accuse: Callable[[str], TsqpError | None] | None = None
 
 
 def refuse(
@@ -81,7 +83,7 @@ def refuse(
     MaskError where every answer is right.
     """
     asked = [
-        (channel, request.seeded, payload.words())
+        (channel, *payload.crossing(request))
         if isinstance(payload, Seed)
         else (channel, request, payload)
         for request in requests
@@ -112,13 +114,15 @@ def _distrust_forms(operator: Operator, answers: Sequence[Answer]) -> ReplyError
 def _distrust_liars(refused: Refused, answers: Sequence[Answer]) -> VerificationError:
     """Ask the services no more that computed wrongly; return the last error.
 
-    Raises MaskError where every answer is right.
+    Raises MaskError, or what `accuse` returns, where every answer is right.
     """
     operator, layer = refused.operator, refused.layer
     where = operator if layer is None else f"{operator} in layer {layer}"
     liars = _liars(refused, answers)
     suspects = answers if liars is None else liars
     if not suspects:
+        if refused.accuse is not None and (of_dealers := refused.accuse(where)) is not None:
+            raise of_dealers
         raise MaskError(
             f"{refused.mask}: {where}",
             "a wrong result, unmasked from right answers",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tee_side.protect.masks.mask import Mask, ProvisionedMask, all_masks, find_mask
+from tee_side.protect.masks.mask import Mask, Pad, ProvisionedMask, all_masks, find_mask
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.verification import ExactCheck
 from tee_side.words import PRODUCTS, Operator
@@ -33,7 +33,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "feature-rotation": [{"block": 10}, {"block": 4096}],
     "cloak-segment": [{"block": 4096}],
     "float-noise": [{"sigma": 0.01}],
+    "pad": [{"pads": "dealt"}],
 }
+
+DEALT = Pad(pads="dealt")  # by two dealers
 
 INSTANCES: dict[str, Mask] = {
     " ".join([name, *(f"{k}={v}" for k, v in options.items())]): mask(**options)
@@ -186,7 +189,7 @@ def lies_are_refused(case: Case) -> None:
 def what_crosses_is_not_the_plain_tensor(case: Case) -> None:
     trial = case.trial()
     linear = case.operator in FEATURES
-    assert len(trial.sent) == (case.mask.services if linear else len(trial.inputs))
+    assert len(trial.sent) == ((3 if case.mask == DEALT else 1) if linear else len(trial.inputs))
     for sent in trial.sent:
         for plain in trial.inputs:
             assert sent.shape != plain.shape or not torch.equal(sent, plain)
@@ -277,7 +280,7 @@ def test_a_mask_keeps_the_contract(
 
 
 def test_only_the_masks_of_the_core_are_exact_uniform_and_not_broken() -> None:
-    core = {"pad", "shares"}
+    core = {"pad"}
     assert set(all_masks().builtin) == core
     assert {name for name, mask in MASKS.items() if mask.uniform} == core
     assert {name for name, mask in NAMED.items() if not mask.broken} == core

@@ -158,18 +158,19 @@ def test_a_run_whose_pads_are_out_continues_in_the_tee_with_the_same_bits(
 
 
 def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(saved_model: Models) -> None:
-    """Pads in some layers, shares in others, clear and TEE in the rest."""
+    """Pads in some layers, dealt ones in others, clear and TEE in the rest."""
 
-    def on_gpu(mask: str, **where: object) -> dict[str, object]:
+    def on_gpu(mask: object, **where: object) -> dict[str, object]:
         return {"place": "gpu", "mask": mask, "verify": "none", **where}
 
+    dealt = {"name": "pad", "pads": "dealt"}
     mixed = [
         on_gpu("pad", layers=0),
-        on_gpu("shares", layers=1),
+        on_gpu(dealt, layers=1),
         on_gpu("none", layers=2, phase="prefill"),
         {"layers": 2, "phase": "decode", "place": "tee"},
         on_gpu("pad", layers="3-", phase="decode"),
-        on_gpu("shares", layers="3-", phase="prefill"),
+        on_gpu(dealt, layers="3-", phase="prefill"),
     ]
     linear = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     policy = Policy.model_validate(
@@ -188,6 +189,7 @@ def test_a_mixture_of_masks_over_layers_and_phases_is_the_same_bits(saved_model:
     assert tokens == clear_tokens
     assert torch.equal(logits, clear_logits)
     first, second = (channel.requests for channel in tee.channels)
-    # Prefill: pads and shares twice and clear; then pads twice and shares once, a token.
+    # Prefill: pads, dealt ones twice and clear; then pads twice and dealt ones once, a token.
     assert len(first) == 4 * (4 + 3 * (NEW_TOKENS - 1))
-    assert len(second) == 4 * (2 + NEW_TOKENS - 1)
+    # Those of the prompt, and those of two layers that are dealt at once for what follows.
+    assert len(second) == 4 * (2 + 2)

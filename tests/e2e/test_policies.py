@@ -75,8 +75,8 @@ def test_integer_policies_give_the_same_bits(
     assert made.returncode == 0, made.stderr
     clear, clear_logits = generate("quantized-clear", *one)
     with running_service("demo", "tcp://127.0.0.1:*", "--threads", "1") as second:
-        two = ("--gpu", second.endpoint, "--shares-in-the-clear")
-        shared, shared_logits = generate("two-server", *one, *two)
+        two = ("--dealer", second.endpoint, "--dealer-in-the-clear")
+        shared, shared_logits = generate("dealt", *one, *two)
     said, logits = generate("shielded", *one, *bank, "--when-out", "tee")
     assert said["token_ids"] == shared["token_ids"] == clear["token_ids"]
     assert torch.equal(logits, clear_logits)
@@ -121,12 +121,12 @@ def test_with_a_bank_pads_run_out_are_waited_for_and_never_come_back(
     assert waited.returncode == 0, waited.stderr
 
 
-def test_one_service_under_two_names_does_not_get_both_shares(demo_service: Service) -> None:
+def test_one_service_under_two_names_is_not_its_own_dealer(demo_service: Service) -> None:
     first = demo_service.endpoint
     result = call(
-        *("tee-runner", "generate", "demo", "--policy", "two-server", "--prompt", PROMPT),
-        *("--gpu", first, "--gpu", first.replace("127.0.0.1", "localhost")),
-        "--shares-in-the-clear",
+        *("tee-runner", "generate", "demo", "--policy", "dealt", "--prompt", PROMPT),
+        *("--gpu", first, "--dealer", first.replace("127.0.0.1", "localhost")),
+        "--dealer-in-the-clear",
     )
     assert result.returncode == 2
-    assert "one and the same, expected two that do not collude" in result.stderr
+    assert "one and the same, expected services of two owners" in result.stderr

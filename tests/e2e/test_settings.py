@@ -164,19 +164,19 @@ def test_what_gpu_service_is_told_reaches_its_settings(tmp_path: Path) -> None:
 def test_what_tee_runner_is_told_reaches_its_settings(tmp_path: Path) -> None:
     for name in ("runner", "service"):
         new_key_pair(tmp_path / name)
-    told = f"""--gpu tcp://10.0.0.5:1 --policy quantized-clear --identity {tmp_path}/runner.key
-        --service-key {tmp_path}/service.pub --heartbeat-timeout-s 1.5
-        --key {tmp_path}/key --bank {tmp_path}/bank
+    told = f"""--gpu tcp://10.0.0.5:1 --dealer tcp://10.0.0.6:1 --policy quantized-clear
+        --identity {tmp_path}/runner.key --service-key {tmp_path}/service.pub
+        --heartbeat-timeout-s 1.5 --key {tmp_path}/key --bank {tmp_path}/bank
         --bank-key {tmp_path}/bank-key --bank-index {tmp_path}/index
         --bank-witness {tmp_path}/witness --when-out tee --dtype float16 --kernels portable
         --threads 3 --step-tokens 4 --micro-batches 5 --spin-us 6.5 --link-gbps 7.5
         --link-rtt-us 8.5 --connect-timeout-s 9.5 --request-timeout-s 10.5 --max-kv-mib 11
-        --max-message-mib 12 --shares-in-the-clear --bank-key-beside-bank"""
+        --max-message-mib 12 --dealer-in-the-clear --bank-key-beside-bank"""
     settings, said = _runner_settings(*told.split())
     assert said == ""
     assert [key.public for key in settings.keys] == [public_key_of(tmp_path / "runner.pub")]
     assert [key.service for key in settings.keys] == [public_key_of(tmp_path / "service.pub")]
-    assert settings.gpu == ("tcp://10.0.0.5:1",)
+    assert (settings.gpu, settings.dealers) == (("tcp://10.0.0.5:1",), ("tcp://10.0.0.6:1",))
     files = [tmp_path / name for name in ("bank", "bank-key", "index", "witness")]
     assert settings.masks == MaskSettings(
         key=tmp_path / "key",

@@ -266,12 +266,12 @@ class FailingChannel(LoopbackChannel):
 
 
 def _run_failing(tee: Tee, every: int, lost: str = "") -> tuple[torch.Tensor, int]:
-    """Generate for two sequences in chunks; return sampled logits, and RPCs of the last service.
+    """Generate for two sequences in chunks; return sampled logits, and RPCs of what fails.
 
     `lost`: each step fails at its first RPC, is repeated and fails `every` RPCs later, and so on to
     its end; "" for steps that do not fail. RPCs are those of what succeeded.
     """
-    channel: Any = tee.channels[-1]
+    (channel,) = [one for one in tee.channels if isinstance(one, FailingChannel)]
     channel.lost = lost
     engine = tee.engine(step_tokens=4 * every)
     for length in LENGTHS:
@@ -308,17 +308,17 @@ def _run_failing(tee: Tee, every: int, lost: str = "") -> tuple[torch.Tensor, in
         ("shielded-prefill", "reply", 3),
     ],
     slow=[
-        *product(("two-server",), LOST, (1,)),
-        *product(("published", "attention-in-tee", "shielded-prefill", "two-server"), LOST, (3,)),
+        *product(("dealt",), LOST, (1,)),
+        *product(("published", "attention-in-tee", "shielded-prefill", "dealt"), LOST, (3,)),
     ],
 )
 def test_a_step_that_failed_at_any_rpc_can_be_repeated(
     saved_model: Models, policy: str, lost: str, micro_batches: int
 ) -> None:
-    """Of several services the last one fails; of several parts not at every RPC."""
+    """Of service and dealer the service fails; of several parts not at every RPC."""
     model, loaded = saved_model("llama", num_hidden_layers=2), load_policy(policy)
     channels, mask = model.services(loaded), loaded.feature_mask
-    channels[-1] = FailingChannel(model.provisioned(mask)[0] if mask else model.directory)
+    channels[0] = FailingChannel(model.provisioned(mask)[0] if mask else model.directory)
     tee = model.tee(loaded, channels=channels, micro_batches=micro_batches)
     expected, rpcs = _run_failing(tee, micro_batches)
     assert len(expected) == len(LENGTHS) * NEW

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from tests.faults import (
     test_access,
+    test_dealers,
     test_failover,
     test_heartbeats,
     test_load,
@@ -28,6 +29,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 ROWS: tuple[Row, ...] = (
     test_failover.worker_killed,
     test_failover.only_worker_killed,
+    test_dealers.dealer_faults,
     test_heartbeats.peer_stopped,
     test_load.slow_peer,
     test_malicious.malicious_service,

@@ -8,15 +8,17 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from protocol.messages import RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
 from tests.faults.disturbed import PATIENT_S, Disturbed, Fault, Peer
 from tests.faults.row import Found, Row, percentile
 from tests.kit.demo import watched
-from tests.kit.model import SavedModel, expanded
+from tests.kit.model import SavedModel
 from tests.kit.service import CALM, CALM_S, Service, Workers
 
 PROMPT = [1, 5, 9, 13, 2, 7, 11, 3, 8]
@@ -116,9 +118,9 @@ def service_of(model: SavedModel, workers: Workers, bind: str = "tcp://127.0.0.1
     return workers.start(str(model.directory), "--bind", bind, "--dtype", "float32", *CALM)
 
 
-def runner_of(model: SavedModel, policy: str, *gpu: str, **more: int) -> Runner:
+def runner_of(model: SavedModel, policy: str, *gpu: str, **more: Any) -> Runner:
     chosen = load_policy(policy)
-    given: dict[str, Any] = {"dtype": "float32", "shares_in_the_clear": True, **more}
+    given: dict[str, Any] = {"dtype": "float32", "dealer_in_the_clear": True, **more}
     given |= {"request_timeout_s": 30.0, "heartbeat_timeout_s": CALM_S}
     masks = model.masks(chosen)
     return Runner(RunnerSettings(model.directory, chosen, gpu, masks=masks, **given))
@@ -150,22 +152,28 @@ def test_sessions_of_a_killed_service_are_made_again(
         assert tokens(runner, NEW_TOKENS // 2, happens) == model.greedy(PROMPT, NEW_TOKENS)
 
 
-def test_no_service_ever_gets_the_other_share(saved_model: Callable[..., SavedModel]) -> None:
+def test_no_dealer_ever_gets_what_is_for_the_service(
+    saved_model: Callable[..., SavedModel],
+) -> None:
     model = saved_model("llama")
     with Workers() as workers, watched() as sent:
-        four = [service_of(model, workers) for _ in range(4)]
-        gpu = [f"{one.endpoint},share={1 + n % 2}" for n, one in enumerate(four)]
-        undisturbed = tokens(runner_of(model, "two-server", *gpu))
-        # One of each share, at different moments.
-        sent.strike({(11, True): four[0].kill, (24, True): four[1].kill})
-        assert tokens(runner_of(model, "two-server", *gpu)) == undisturbed
-    got = [
-        {bytes(expanded(request).elements.data) for request in sent.to(worker.endpoint)}
-        for worker in four
+        *gpu, dealer = [service_of(model, workers) for _ in range(3)]
+        named = [one.endpoint for one in gpu]
+        runner = partial(runner_of, model, "dealt", *named, dealers=(dealer.endpoint,))
+        undisturbed = tokens(runner())
+        sent.strike({(24, True): gpu[0].kill})
+        assert tokens(runner()) == undisturbed
+    asked, of_dealer = ([*sent.to(one.endpoint)] for one in (gpu[1], dealer))
+    assert asked
+    assert of_dealer
+    # Linear operators of layers by seeds, which the service never gets.
+    kinds = [{type(request) for request in found} for found in (asked, of_dealer)]
+    assert kinds == [
+        {RingLinearRequest, RingLMHeadRequest},
+        {SeededRingLinearRequest, RingLMHeadRequest},
     ]
-    first, second = got[0] | got[2], got[1] | got[3]
-    assert all(got)
-    # A share is uniform and drawn afresh: what is the same twice is the same share.
-    assert not first & second
-    # As many different ones as there were products: what was sent again was not split anew.
-    assert len(first) == len(second) == NEW_TOKENS * 3 * 4
+    heads = [
+        {bytes(one.elements.data) for one in found if isinstance(one, RingLMHeadRequest)}
+        for found in (asked, of_dealer)
+    ]
+    assert not heads[0] & heads[1]

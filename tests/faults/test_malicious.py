@@ -227,7 +227,7 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
             return open_channel(endpoint, timeout_s=deadline[0], max_message_bytes=most, keys=keys)
 
         def with_spare() -> list[Channel]:
-            group = ReplicaGroup(1, 0, layers - 1, endpoints)
+            group = ReplicaGroup(0, 0, layers - 1, endpoints)
             options = ConnectOptions(dial, check.verify, timeout_s=deadline[0])
             while True:
                 connected = Services([group], layers, options)
@@ -249,7 +249,7 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
 
         usual = [
             party("shielded", lambda: [dial(endpoints[0])], sequences=8, micro_batches=2),
-            party("two-server", lambda: [dial(one) for one in endpoints], liars=2),
+            party("dealt", lambda: [dial(one) for one in endpoints]),
             party("shielded", with_spare),
         ]
         yield Parties(usual, services, dial, check)

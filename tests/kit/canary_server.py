@@ -218,7 +218,7 @@ class Faults:
 
 
 # What a block of prompts runs under.
-POLICIES = ("shielded", "two-server", "published", "shielded with a bank")
+POLICIES = ("shielded", "dealt", "published", "shielded with a bank")
 # Where the server's own code fails, in the order in which it is made to.
 CRASHES = ("before the engine", "in an answer", "on the event loop", "in the engine's thread")
 NEW_TOKENS, LONG_TOKENS = 2, 16
@@ -443,7 +443,8 @@ class Served:
             *(str(self.folder / "model"), "--port", "0", "--policy", policy, "--prefix-reuse"),
             *("--api-keys", str(self._keys), "--request-timeout-s", "0.5", "--speculative=ngram"),
             *("--audit-log", str(self._audit), "--audit-key", str(self._audit_key)),
-            *("--shares-in-the-clear", *(f"--gpu={endpoint}" for endpoint in self.gpu)),
+            *("--dealer-in-the-clear", f"--gpu={self.gpu[0]}"),
+            *(f"--{'dealer' if policy == 'dealt' else 'gpu'}={one}" for one in self.gpu[1:]),
         ]
         if bank:
             arguments += ["--bank", str(self.folder / "bank" / "bank"), "--bank-key-beside-bank"]

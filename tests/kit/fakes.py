@@ -201,7 +201,7 @@ class World:
 
     def replicas(self, *names: str) -> Any:
         """Return the channel over services that stand in for each other."""
-        return self.connect(ReplicaGroup(1, 0, 0, names)).at(0)[0]
+        return self.connect(ReplicaGroup(0, 0, 0, names)).at(0)[0]
 
 
 def stopped_clock(patch: pytest.MonkeyPatch) -> Any:

@@ -287,6 +287,7 @@ class Victim:
         self._engine.lanes = self._lanes()
 
     def _lanes(self) -> list[MicroBatchOperators]:
+        self.assembly.dealers_at = lambda _layer: self._channels[1:]
         return self.assembly.lanes(lambda _layer: self._channels, micro_batches=self._micro_batches)
 
     def step(self) -> Outcome:

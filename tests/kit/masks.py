@@ -17,9 +17,11 @@ from torch.nn.functional import linear, silu
 
 from protocol.model.checkpoint import light_tensors, linear_tensors
 from protocol.model.config import ModelConfig, RopeParameters
-from tee_side.protect.masks.mask import AdditiveMask, Factors, Mask, Masked, Seed, SharingMask
+from tee_side.protect.masks.mask import AdditiveMask, Factors, Given, Mask, Masked, Pad, Seed
+from tee_side.protect.pads.dealt import FreshPads
 from tee_side.protect.randomness import Randomness
-from tee_side.words import PRODUCTS, Operator
+from tee_side.protect.sites import PadLayout, SiteShape
+from tee_side.words import PRODUCTS, Operator, is_projection
 from tsqp.mask_kinds import FeatureMask, FeatureSite, RowMask, SegmentMask
 
 # Of a call: a chunk of a prompt, and one token.
@@ -154,7 +156,7 @@ def _hidden(
     """Return what crosses, the weights that the server holds, and how large the noise is."""
     operator, randomness = asked.operator, asked.randomness
     match mask:
-        case RowMask() | SharingMask():
+        case RowMask():
             return mask.mask(x_TI, randomness), weight_OI, 0.0
         case FeatureMask():
             in_features, outputs = FEATURES[operator]
@@ -165,6 +167,12 @@ def _hidden(
             transform = mask.transform(site)
             served_OI = transform.weight(weight_OI.double()).float()
             return transform.mask(x_TI, randomness), served_OI, 0.0
+        case Pad(pads="dealt"):
+            assert is_projection(operator)
+            in_features, outputs = FEATURES[operator]
+            layout = PadLayout((SiteShape(0, operator, in_features, sum(outputs)),))
+            deal = FreshPads(layout, 2, randomness).deal
+            return mask.hiding(Given((0, operator), randomness, deal=deal))(x_TI), weight_OI, 0.0
         case AdditiveMask():
             r_TI = mask.draw(randomness.ring(*x_TI.shape))
             u_TO = _served(r_TI, weight_OI)

@@ -13,7 +13,7 @@ For researchers and reviewers. Afterwards you know what each mask hides, what it
 hide, and where it comes from.
 
 A mask hides a tensor before it leaves the TEE, and undoes that in the reply. `make docs` writes
-this page from the classes: `pad` and `shares` in `tee_side/protect/masks`, the research masks in
+this page from the classes: `pad` in `tee_side/protect/masks`, the research masks in
 `tsqp/lab/research`. `tsqp masks` also lists masks of installed packages.
 [write-a-mask.md](write-a-mask.md) says what the kinds are and how to add a mask.
 

@@ -31,7 +31,7 @@ from tee_side.observer import Observers
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
-from tee_side.words import LAYERLESS, OPERATORS, Phase, Verify
+from tee_side.words import LAYERLESS, OPERATORS, PadsFrom, Phase, Verify
 from tests.kit.kernels import check_kernels
 from tsqp.lab.leak.recording import RecordingChannel
 from tsqp.lab.research.provisioning import provision
@@ -206,20 +206,28 @@ class Tee:
         return KVCache(self.model.config, capacity, self.model.dtype)
 
     def logits(
-        self, token_ids: list[int], chunk: int | None = None, phase: Phase = "prefill"
+        self,
+        token_ids: list[int],
+        chunk: int | None = None,
+        phase: Phase = "prefill",
+        pads: PadsFrom = "stock",
     ) -> torch.Tensor:
         cache = self.cache(len(token_ids))
         size = chunk or len(token_ids)
         steps = [token_ids[start : start + size] for start in range(0, len(token_ids), size)]
-        return torch.cat([self.step_logits(cache, ids, phase) for ids in steps])
+        return torch.cat([self.step_logits(cache, ids, phase, pads) for ids in steps])
 
     def step_logits(
-        self, cache: KVCache, token_ids: list[int], phase: Phase = "prefill"
+        self,
+        cache: KVCache,
+        token_ids: list[int],
+        phase: Phase = "prefill",
+        pads: PadsFrom = "stock",
     ) -> torch.Tensor:
         count = len(token_ids)
         chunks = (Chunk(cache, slice(0, count), cache.length + count),)
         batch = Batch(torch.tensor(token_ids), chunks, tuple(range(count)))
-        ((logits_NV, _),) = run_step([Part(batch, phase)], self.lanes)
+        ((logits_NV, _),) = run_step([Part(batch, phase, pads)], self.lanes)
         cache.commit(count)
         return logits_NV
 
@@ -254,7 +262,7 @@ def assemble(
     given = list(channels or ([channel] if channel else []))
     while len(given) < chosen.services:
         given.append(LoopbackChannel(directory, dtype))
-    given = given[: chosen.services]
+    given = given if chosen.dealt else given[: chosen.services]
     lanes = assembly.lanes(lambda _layer: given, observer, randomness, micro_batches=micro_batches)
     return Tee(model, lanes, given, assembly)
 

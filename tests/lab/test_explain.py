@@ -90,7 +90,7 @@ def test_a_long_prompt_is_counted_in_chunks(saved_model: Models) -> None:
         ("float-noise", 1, None, ("prefill", "decode")),
         ("shielded", 1, None, ("decode",)),
         ("shielded-prefill", 1, None, ("prefill", "decode")),
-        ("two-server", 2, None, None),
+        ("dealt", 2, None, ("decode",)),
     ],
 )
 def test_needs(

@@ -3,7 +3,7 @@
 Services lie in every way that tests.kit.lies knows, stop, come back as others, with other models
 or in each other's place, while a runner generates. After every step the tokens and logits are the
 right ones, or there was one typed error; no pad was used twice; a retry sends what was sent before;
-and no service saw both shares of anything.
+and no service was the dealer of the same run.
 
 Only the sockets and the clock are not real: a wait for what does not come is over at once.
 """
@@ -54,6 +54,8 @@ MAX_BYTES = 2**20
 NEW_TOKENS = 2
 PROMPTS = tuple(tuple(token_ids(count, seed=40 + count)) for count in (5, 9))
 ENDPOINTS = tuple(f"tcp://127.0.0.1:{number}" for number in range(1, 5))
+# Of a policy whose pads are dealt.
+DEALER = ENDPOINTS[1]
 
 
 class Clock:
@@ -79,7 +81,7 @@ class Clock:
 
 
 class Process(MaliciousService):
-    """A service process without a listener. `shares`: those that each session sent it."""
+    """A service process without a listener. `parts`: what it was in each session, 1 a dealer."""
 
     listener: Any
 
@@ -89,7 +91,7 @@ class Process(MaliciousService):
         self._operators = RequestHandler(weights, MAX_BYTES)
         self._plan = self.lying_init = None
         self.listener = Mock()
-        self.shares: dict[int, set[int]] = {}
+        self.parts: dict[int, set[bool]] = {}
 
     def answer(self, client: bytes, frames: Sequence[bytes]) -> list[list[bytes]]:
         """Return the messages that it sends back."""
@@ -141,10 +143,9 @@ class FakeChannel(PendingChannel):
         sent_ns = world.clock.perf_counter_ns()
         if self._process is there:
             message = [bytes(frame) for frame in frames]
-            share = int(endpoint[-1]) % 2
             if method != "Init":
-                there.shares.setdefault(world.session, set()).add(share)
-            if method in ("RingLinear", "SeededRingLinear"):
+                there.parts.setdefault(world.session, set()).add(endpoint == DEALER)
+            if method == "RingLinear":
                 world.ring.add(message[1])
             self._arriving += there.answer(self._name, message)
         return sent_ns
@@ -187,16 +188,17 @@ def _right_answer(folder: Path, policy: str, prompt: int) -> tuple[list[int], to
 
 
 def _open_run(model: SavedModel, policy: str) -> Runner:
-    chosen, gpu = load_policy(policy), ENDPOINTS
-    if chosen.services > 1:
-        gpu = tuple(f"{endpoint},share={1 + n % 2}" for n, endpoint in enumerate(ENDPOINTS))
+    chosen = load_policy(policy)
+    dealers = (DEALER,) if chosen.dealt else ()
+    gpu = tuple(endpoint for endpoint in ENDPOINTS if endpoint not in dealers)
     return Runner(
         RunnerSettings(
             model.directory,
             chosen,
             gpu,
+            dealers,
             MaskSettings(),
-            shares_in_the_clear=True,
+            dealer_in_the_clear=True,
             connect_timeout_s=TIMEOUT_S,
             request_timeout_s=TIMEOUT_S,
         )
@@ -260,7 +262,7 @@ class Game:
     def __init__(self, folder: Path, policy: str, ended: Counter[str]) -> None:
         self.folder, self.policy, self.ended = folder, policy, ended
         self.model, self.weights, self.other = _models(folder)
-        self.services = load_policy(policy).services
+        self.dealt = load_policy(policy).dealt
         self.world = World()
         self.run: Runner | None = None
         self.seeds = itertools.count()
@@ -318,10 +320,10 @@ class Game:
     def check(self) -> None:
         world = self.world
         assert not world.repeated, "a pad was used twice"
-        # As many different tensors as products, a share each; not one more for all retries.
-        assert len(world.ring) <= world.products * self.services
-        for process in world.processes if self.services > 1 else ():
-            assert all(len(shares) == 1 for shares in process.shares.values())
+        # As many different tensors as products; not one more for all retries.
+        assert len(world.ring) <= world.products
+        for process in world.processes if self.dealt else ():
+            assert all(len(parts) == 1 for parts in process.parts.values())
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +350,7 @@ def play(
     return ended
 
 
-@pytest.mark.parametrize("policy", ["shielded", "two-server"])
+@pytest.mark.parametrize("policy", ["shielded", "dealt"])
 def test_a_malicious_gpu_never_wins(folder: Path, policy: str) -> None:
     ended = play(folder, policy, 8, LIES, *Phase)
     # It was neither left alone nor kept from everything.

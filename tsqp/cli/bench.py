@@ -85,7 +85,7 @@ class _Listing(click.Option):
     metavar="ENDPOINT",
     help="Measure services that run, and start none.",
 )
-@use("shares_in_the_clear")
+@use("dealer_in_the_clear")
 @click.option("--prefill", type=COUNTS, default="1,128,512", help="Prompt lengths in tokens.")
 @click.option("--context", type=COUNTS, default="128", help="Tokens behind a decoded one.")
 @click.option("--batch", type=COUNTS, default="1,8", help="Sequences decoded together.")
@@ -206,7 +206,7 @@ def bench(
         model=model_directory(model) if model else None,
         shape=shape,
         endpoints=options["gpu"],
-        shares_in_the_clear=options["shares_in_the_clear"],
+        dealer_in_the_clear=options["dealer_in_the_clear"],
         device=options["device"],
         transport=options["transport"],
         kernels=native.use(options["kernels"]).variant,

@@ -68,7 +68,7 @@ FILES, _PATH = f"{__name__}.files", f"{__name__}.path"
 _GONE = dict.fromkeys(
     ("calibrate", "calibration"),
     "nothing: each row of integers has a scale of its own (tsqp accuracy says how good they are)",
-)
+) | {"shares-in-the-clear": "--dealer-in-the-clear"}
 
 # Beyond it torch's thread pool ends the process with a segmentation fault.
 THREADS = click.IntRange(1, 1024)
@@ -271,6 +271,7 @@ def _names_of(programs: Iterable[str]) -> set[str]:
 
 def _require_still_there(where: str, name: str) -> None:
     """Raise SettingsError for a name of before, with what to do."""
+    name = name.replace("_", "-")
     if name in _GONE:
         raise SettingsError(where, got="a name of before", expected=_GONE[name])
 

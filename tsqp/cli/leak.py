@@ -73,7 +73,7 @@ _FEW_CANDIDATES = 64
     metavar="DIR",
     help="What the attacker has, where MODEL is not public: the model that it was made from.",
 )
-@use("shares_in_the_clear")
+@use("dealer_in_the_clear")
 @click.option("--temperature", type=click.FloatRange(0, 100), default=0.0, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**62), default=0)
 @use("dtype", dtype={"help": "Of both sides; default: the model's own."})

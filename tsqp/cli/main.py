@@ -46,7 +46,7 @@ def command() -> None:
 )
 @click.option("--prompt", default="Once upon a time", metavar="TEXT")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=240)
-@use("shares_in_the_clear")
+@use("dealer_in_the_clear")
 @config_option
 @click.pass_context
 def demo(
@@ -56,7 +56,7 @@ def demo(
     policy: tuple[str, ...],
     prompt: str,
     max_new_tokens: int,
-    shares_in_the_clear: bool,
+    dealer_in_the_clear: bool,
 ) -> None:
     """Watch the same prompt three ways: all in the TEE, offloaded in the clear, and shielded.
 
@@ -72,7 +72,7 @@ def demo(
         policies=policy,
         prompt=prompt,
         max_new_tokens=max_new_tokens,
-        options=["--shares-in-the-clear"] if shares_in_the_clear else [],
+        options=["--dealer-in-the-clear"] if dealer_in_the_clear else [],
     )
     context.exit(0 if right else EXIT_FAILURE)
 

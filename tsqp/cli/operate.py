@@ -36,8 +36,8 @@ from tsqp.run.process import EXIT_FAILURE, complain
 from tsqp.run.settings import RunSettings, model_directory, option_of
 
 _OF_A_RUN = (
-    *("gpu", "policy", *BANK),
-    *("identity", "service_key", "service_appraisal", "shares_in_the_clear"),
+    *("gpu", "dealer", "policy", *BANK),
+    *("identity", "service_key", "service_appraisal", "dealer_in_the_clear"),
     *("http_token", "http_ca", "manifest", "manifest_digest"),
 )
 

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from tsqp.run.load import (
     load_manifest,
     load_pinned_policy,
     open_seal,
+    runner_settings,
 )
 from tsqp.run.process import bytes_for_people
 from tsqp.run.settings import RunSettings, model_directory
@@ -26,12 +28,21 @@ from tsqp.run.settings import RunSettings, model_directory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from protocol.model.checkpoint import Checkpoint
+    from protocol.model.config import ModelConfig
+    from tee_side.policy.placement import Policy
     from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import BankPlace
+    from tee_side.protect.verification import ExactCheck
+    from tee_side.words import Site
 
 
 _SEAL = ("seal_key", "seal_key_fd", "seal_key_command", "seal_digest")
 _MODEL = ("model", "policy", "manifest", "manifest_digest", *_SEAL, "kernels", "threads")
+_DEALERS = (
+    *("dealer", "identity", "service_key", "http_token", "http_ca", "service_appraisal"),
+    *("dealer_in_the_clear", "connect_timeout_s", "request_timeout_s"),
+)
 _THE_BANK = {"required": True, "help": "The pad bank."}
 
 
@@ -56,6 +67,7 @@ def pads() -> None:
     RunSettings,
     *BANK,
     *_MODEL,
+    *_DEALERS,
     bank=_THE_BANK,
     policy={"help": "Pads are made for the operators that it puts under pads."},
 )
@@ -63,6 +75,7 @@ def pads() -> None:
 def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     """Make pads for MODEL into a bank, which is created if it is not there.
 
+    Where the policy has pads dealt, each --dealer multiplies; the bank opens for these alone.
     Weights are read from MODEL one layer at a time, so that memory does not grow with the model.
     Interrupted work is made again; nothing is used twice.
     """
@@ -74,9 +87,15 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol.model.config import read_config
     from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
-    from tee_side.protect.pads.source import fill_pads, read_weights
+    from tee_side.protect.pads.source import (
+        BATCH_TOKENS,
+        fill_pads,
+        multiply_here,
+        read_weights,
+    )
     from tee_side.protect.sites import tensors_of
-    from tsqp.run.bank import padded
+    from tee_side.remote.dealing import Dealing
+    from tsqp.run.bank import PAD_BATCH, open_dealers, padded
 
     place = bank_place(settings)
     if place is None:
@@ -92,28 +111,55 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     checkpoint.require(light_tensors(config) | tensors_of([s.site for s in layout.sites], config))
     # A bank of wrong products would be sealed like any other.
     check_kernels(torch.device("cpu"))
-    purpose = Purpose.of(
-        layout,
-        mask=mask.described(),
-        model=directory.resolve().name,
-        model_digest=model_digest(config, checkpoint),
-        linear_digest=linear_digest(config, checkpoint) or "",
-    )
-    if place.bank.exists():
-        store = BankFile.open(place, purpose)
-    else:
-        size = capacity or tokens
-        store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
-    with store:
+    with ExitStack() as opened:
+        multiply = multiply_here(mask, read_weights(checkpoint, config, mask.arithmetic))
+        dealers: tuple[str, ...] = ()
+        if mask.dealt:
+            told = runner_settings(settings, chosen, pinned)
+            dealers, at = opened.enter_context(open_dealers(told, config, checkpoint))
+            checks = cache(partial(_exact_check, chosen, config, checkpoint))
+            multiply = Dealing(config, at, checks).multiply
+        purpose = Purpose.of(
+            layout,
+            mask=mask.described(),
+            model=directory.resolve().name,
+            model_digest=model_digest(config, checkpoint),
+            linear_digest=linear_digest(config, checkpoint) or "",
+            dealers=dealers,
+        )
+        if place.bank.exists():
+            store = BankFile.open(place, purpose)
+        else:
+            size = capacity or tokens
+            store = BankFile.create(place, purpose, capacity=size, group=math.gcd(size, MAX_GROUP))
+        opened.enter_context(store)
         SettingsError.unless(
             capacity in (None, store.capacity),
             "--capacity",
             str(capacity),
             f"{store.capacity}, as {place.bank} has",
         )
-        weights = read_weights(checkpoint, config, mask.arithmetic)
-        _fill(store, partial(fill_pads, mask, weights, store), tokens)
+        # What a dealer has in its queue at once is bounded.
+        batch = min(BATCH_TOKENS, 16 * store.group) if dealers else PAD_BATCH
+        _fill(store, partial(fill_pads, multiply, store), tokens, batch)
         _show(place, as_json=False)
+
+
+def _exact_check(
+    policy: Policy, config: ModelConfig, checkpoint: Checkpoint, site: Site
+) -> ExactCheck | None:
+    """Draw what products of a site are checked with; None where the policy believes them."""
+    import torch
+
+    from tee_side.protect.randomness import Randomness
+    from tee_side.protect.sites import IntegerSites
+    from tee_side.protect.verification import ExactCheck
+
+    verified = policy.sites(config.num_hidden_layers, lambda placed: placed.verify != "none")
+    if site not in verified:
+        return None
+    integers = IntegerSites(config, checkpoint, {}, torch.float32)
+    return ExactCheck.draw(integers.weights(site).weight, Randomness())
 
 
 @pads.command(context_settings=CONTEXT)
@@ -126,8 +172,8 @@ def status(*, settings: RunSettings, as_json: bool) -> None:
         _show(place, as_json=as_json)
 
 
-def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
-    from tsqp.run.bank import PAD_BATCH, product_operations
+def _fill(store: BankFile, make: Callable[..., None], tokens: int, batch: int) -> None:
+    from tsqp.run.bank import product_operations
 
     wanted = min(tokens, store.room)
     if wanted < tokens:
@@ -142,8 +188,8 @@ def _fill(store: BankFile, make: Callable[..., None], tokens: int) -> None:
     with click.progressbar(
         length=wanted * len(store.layout.sites), label="pads", file=sys.stderr
     ) as bar:
-        for start in range(0, wanted, PAD_BATCH):
-            make(min(PAD_BATCH, wanted - start), on_site=bar.update)
+        for start in range(0, wanted, batch):
+            make(min(batch, wanted - start), on_site=bar.update)
     elapsed = time.perf_counter() - started
     operations = product_operations(store.layout) * wanted
     click.echo(

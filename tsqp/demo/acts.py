@@ -138,7 +138,7 @@ def run_demo(
     if any(act.report["pads"] for act in acts):
         notes.append("Pads were made on the way, and count; tee-runner pads make does it ahead.")
     if any(act.policy.services > 1 for act in acts):
-        notes.append("Of two services that work at the same time, the slower one counts.")
+        notes.append("Of service and dealer, which work at the same time, the slower one counts.")
     console.print(f"[dim]{' '.join(notes)}[/]")
     console.print()
     console.print(checks_table(checks))

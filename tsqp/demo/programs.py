@@ -67,16 +67,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a policy's services are, and the key that they need, if any."""
+    """Where a policy's service is, and behind it its dealers; and the key that it needs, if any."""
 
     endpoints: tuple[str, ...]
     key: Path | None = None
 
     def options(self, first: str | None = None) -> list[str]:
         """Return options for tee-runner; `first` stands in for the first endpoint."""
-        endpoints = (first or self.endpoints[0], *self.endpoints[1:])
         key = ["--key", str(self.key)] if self.key else []
-        return [word for endpoint in endpoints for word in ("--gpu", endpoint)] + key
+        dealers = [word for endpoint in self.endpoints[1:] for word in ("--dealer", endpoint)]
+        return ["--gpu", first or self.endpoints[0], *dealers, *key]
 
 
 class DemoServices:

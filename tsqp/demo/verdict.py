@@ -231,7 +231,7 @@ def act_panel(
     """
     running = subtitle is None
     width = min(width, _MAX_WIDTH)
-    first = "the first of two services" if services > 1 else "the GPU"
+    first = "the service, beside a dealer," if services > 1 else "the GPU"
     dtypes = f": {', '.join(feed.dtypes)}" if feed.dtypes else ""
     rows: list[RenderableType] = [story, Rule(f"what {first} received{dtypes}", style="dim")]
     summary = summarise(feed.counts)

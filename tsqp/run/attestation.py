@@ -123,7 +123,7 @@ def _about(settings: ServeSettings, manifest: Manifest | None, policy: Policy) -
         )
     # The runner's key, and that of each service; zeros for one that proves none.
     keys = read_client_keys(settings, manifest)
-    endpoints = settings.gpu if policy.services else ()
+    endpoints = (*settings.gpu, *settings.dealer) if policy.services else ()
     found = one_for_each(keys, endpoints) if endpoints else []
     said = {
         f"service {n}": _NO_KEY if one is None else one.service for n, one in enumerate(found, 1)

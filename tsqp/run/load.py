@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tee_side.plugins import FileCheck
     from tee_side.policy.placement import Policy
     from tee_side.protect.pads.bank_files import BankPlace
-    from tee_side.runner import Runner
+    from tee_side.runner import Runner, RunnerSettings
     from tsqp.operator_table import OperatorTable
     from tsqp.page.feed import Feed
 
@@ -133,7 +133,7 @@ def open_runner(
     """
     from tee_side.assembly import MaskSettings
     from tee_side.protect.masks.mask import AdditiveMask
-    from tee_side.runner import Runner, RunnerSettings
+    from tee_side.runner import Runner
     from tsqp.leakage_summary import leakage_summary
 
     # Services that are lost, left out or come back are told of while the run goes on.
@@ -161,40 +161,17 @@ def open_runner(
 
         slow = Link(settings.link_gbps, settings.link_rtt_us)
         link = slow if feed is None else lambda channel, each: feed(slow(channel, each), each)
-    keys = read_client_keys(settings, loaded.manifest)
-    exposed = exposed_services(settings.gpu) if policy.services and not keys else ""
+    named = (*settings.gpu, *settings.dealer)
+    exposed = exposed_services(named) if policy.services and settings.identity is None else ""
     if exposed:
         tell(
             f"{exposed}: the connection is not encrypted, and anyone may answer"
             " (--identity and --service-key; tsqp keys new makes keys)"
         )
+    chosen = runner_settings(settings, policy, loaded.manifest)
+    masks = MaskSettings(key=settings.key, bank=bank_place(settings), when_out=settings.when_out)
     runner = Runner(
-        RunnerSettings(
-            model=model_directory(settings.model),
-            policy=policy,
-            gpu=settings.gpu,
-            masks=MaskSettings(
-                key=settings.key,
-                bank=bank_place(settings),
-                when_out=settings.when_out,
-            ),
-            dtype=settings.dtype,
-            kernels=settings.kernels,
-            threads=settings.threads,
-            engine=engine or engine_settings(settings),
-            micro_batches=settings.micro_batches,
-            spin_us=settings.spin_us,
-            link=link,
-            connect_timeout_s=settings.connect_timeout_s,
-            request_timeout_s=settings.request_timeout_s,
-            max_message_bytes=settings.max_message_mib * MIB,
-            keys=keys,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            manifest=loaded.manifest,
-            shares_in_the_clear=settings.shares_in_the_clear,
-            appraise_service=service_appraisal(settings, policy, loaded.manifest),
-            http=read_http_access(settings, loaded.manifest),
-        ),
+        replace(chosen, masks=masks, engine=engine or engine_settings(settings), link=link),
         table,
         loaded.tokenizer,
         on_load,
@@ -212,8 +189,39 @@ def open_runner(
     return runner
 
 
+def runner_settings(
+    settings: RunSettings, policy: Policy, manifest: Manifest | None
+) -> RunnerSettings:
+    """Return what a runner is told, but for masks, engine and link; reads keys and tokens.
+
+    Raises as `read_client_keys`, `read_http_access` and `service_appraisal`.
+    """
+    from tee_side.runner import RunnerSettings
+
+    return RunnerSettings(
+        model=model_directory(settings.model),
+        policy=policy,
+        gpu=settings.gpu,
+        dealers=settings.dealer,
+        dtype=settings.dtype,
+        kernels=settings.kernels,
+        threads=settings.threads,
+        micro_batches=settings.micro_batches,
+        spin_us=settings.spin_us,
+        connect_timeout_s=settings.connect_timeout_s,
+        request_timeout_s=settings.request_timeout_s,
+        max_message_bytes=settings.max_message_mib * MIB,
+        keys=read_client_keys(settings, manifest),
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        manifest=manifest,
+        dealer_in_the_clear=settings.dealer_in_the_clear,
+        appraise_service=service_appraisal(settings, policy, manifest),
+        http=read_http_access(settings, manifest),
+    )
+
+
 def hides(policy: Policy) -> bool:
-    """Say whether pads or shares hide what leaves: then the GPU side learns lengths and timing."""
+    """Say whether pads hide what leaves: then the GPU side learns lengths and timing."""
     return any(mask.uniform for mask in policy.masks)
 
 
@@ -405,11 +413,12 @@ def read_http_access(settings: RunSettings, manifest: Manifest | None) -> dict[s
     tokens, ca = settings.http_token, settings.http_ca
     if not tokens and ca is None:
         return {}
-    urls = [url[0] for text in settings.gpu if (url := re.match("https?://[^=,]*", text))]
+    named = (*settings.gpu, *settings.dealer)
+    urls = [url[0] for text in named if (url := re.match("https?://[^=,]*", text))]
     if not urls:
         raise SettingsError(
             "--http-token" if tokens else "--http-ca",
-            got=", ".join(settings.gpu),
+            got=", ".join(named),
             expected="a service with a URL",
         )
     from protocol.curve import HttpAccess, read_text, require_only_we_write

@@ -81,7 +81,7 @@ class ServeSettings(EvidenceSettings, RunSettings):
     prefix_reuse: bool | None = setting(
         None,
         "Keep keys and values of earlier turns, for later ones of the same API key.",
-        show_default="on, but off where pads or shares hide what leaves",
+        show_default="on, but off where pads hide what leaves",
     )
     fixed_tempo_ms: Annotated[float, Interval(ge=0, le=60_000)] = setting(
         0.0, "Send a token at most so often, on a clock of its own; 0: as they come."

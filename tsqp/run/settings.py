@@ -170,9 +170,14 @@ class RunSettings(ComputeSettings):
     gpu: tuple[str, ...] = local(
         (DEFAULT_ENDPOINT,),
         "A gpu-service, of some layers (0-7, 8-) or all of them. Repeatable: those of the same"
-        " layers stand in for each other. Where a policy needs two that do not collude, the first"
-        " gets share 1; with more than two for the same layers, share= says which.",
-        metavar="ENDPOINT[=LAYERS][,share=1|2]",
+        " layers stand in for each other.",
+        metavar="ENDPOINT[=LAYERS]",
+    )
+    dealer: tuple[str, ...] = local(
+        (),
+        "A gpu-service of another owner, which multiplies pads for a policy that has them dealt"
+        " (dealt). Repeatable: pads of several add up, and one that does not collude suffices.",
+        metavar="ENDPOINT[=LAYERS]",
     )
     identity: Path | None = local_file(
         "Our secret key (tsqp keys new): services know us by it.", secret=True
@@ -180,14 +185,15 @@ class RunSettings(ComputeSettings):
     service_key: tuple[str, ...] = local(
         (),
         "Public key of the service (40 characters, or its file): no other one is talked to. Once"
-        " for all, or once for each --gpu in order.",
+        " for all, or once for each --gpu, then each --dealer, in order.",
         metavar="KEY|FILE",
         complete="file",
     )
     http_token: tuple[Path, ...] = local(
         (),
         "Bearer token by which a service with a URL knows us, one line (mode 0600). Once for each"
-        " URL of --gpu in order, or once for all where they have one host and port.",
+        " URL of --gpu, then of --dealer, in order, or once for all where they have one host and"
+        " port.",
         metavar="FILE",
         secret=True,
     )
@@ -202,10 +208,10 @@ class RunSettings(ComputeSettings):
     link_rtt_us: Annotated[float, Interval(ge=0, le=1e7)] = setting(
         0.0, "Take as long as a link with this round-trip time would."
     )
-    shares_in_the_clear: bool = setting(
+    dealer_in_the_clear: bool = setting(
         False,
-        "Let a policy with two services use links of this machine without keys. An observer of both"
-        " links, such as root on this machine, then reads prompt and answer.",
+        "Let a policy whose pads are dealt use links of this machine without keys. An observer of"
+        " all links, such as root on this machine, then reads prompt and answer.",
     )
     policy: str = local(
         DEFAULT_POLICY,

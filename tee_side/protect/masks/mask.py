@@ -3,13 +3,13 @@
 Four kinds. A *row mask* acts on the token axis and needs nothing from the server. A *feature mask*
 acts on the hidden axis and needs a server that holds transformed weights. A *segment mask* does so
 for whole layers at once. An *additive mask* adds what a product can take away again, and needs
-unmasking factors made in advance, or a second server.
+unmasking factors, whose product the TEE or a dealer computes.
 
 A mask is a frozen pydantic model; its fields are the options that a policy may set. It has to say,
 as class attributes, what it claims and what breaks it. A new one is one file: see
-docs/write-a-mask.md. The two exact ones, over the ring of 32-bit integers, are here: the one-time
-pad, and additive shares. The bases of the other three kinds are in `tsqp.mask_kinds`. `find_mask`
-finds our two, those of installed packages, and files.
+docs/write-a-mask.md. The exact one, over the ring of 32-bit integers, is here: the one-time pad.
+The bases of the other three kinds are in `tsqp.mask_kinds`. `find_mask` finds ours, those of
+installed packages, and files.
 
 Shape suffixes: T rows, I in_features, O out_features.
 """
@@ -29,11 +29,11 @@ import torch
 from pydantic import BaseModel
 
 from protocol.errors import MaskError, PolicyError
-from protocol.messages import FUSED_MODULES, SEED_BYTES, Arithmetic, expand
-from protocol.prepared import Payload
+from protocol.messages import FUSED_MODULES, Arithmetic, RingLMHeadRequest, expand
+from protocol.prepared import Payload, PreparedRequest
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import site_number
-from tee_side.words import Operator, Site, is_projection
+from tee_side.words import Operator, PadsFrom, Site, is_projection
 
 if TYPE_CHECKING:
     from protocol.model.checkpoint import Checkpoint
@@ -60,16 +60,22 @@ class Seed:
         drawn = expand(self.key, math.prod(self.shape))
         return torch.frombuffer(drawn, dtype=torch.int32).view(self.shape)
 
-    def words(self) -> torch.Tensor:
-        """Return what crosses, int32 [8]."""
-        return torch.frombuffer(bytearray(self.key), dtype=torch.int32)
+    def crossing(self, request: PreparedRequest) -> tuple[PreparedRequest, Payload]:
+        """Return what crosses for a request of the elements: the seed's words, int32 [8].
+
+        For the LM head, of which no service draws elements, they cross themselves: the reply is far
+        larger.
+        """
+        if request.method == RingLMHeadRequest.method:
+            return request, self.elements()
+        return request.seeded, torch.frombuffer(bytearray(self.key), dtype=torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """What crosses, one payload a service, and how to turn the replies into the plain result.
+    """What crosses, to service and dealers, and how to turn the replies into the plain result.
 
-    A `Seed` in place of ring elements crosses as 32 bytes, which the service expands.
+    A `Seed` in place of ring elements crosses as 32 bytes, which the dealer expands.
     `unmask` must not write to the replies: where the result is refused, they say who is to blame.
     """
 
@@ -95,6 +101,9 @@ class Factors:
     r: torch.Tensor = field(repr=False)
     u: torch.Tensor = field(repr=False)
 
+
+# r int32 [T, I], uniform, and the seeds of the parts that it is the sum of, one for each dealer.
+Dealt: TypeAlias = tuple[torch.Tensor, tuple[Seed, ...]]
 
 # Hides the input of one linear operator.
 Hide: TypeAlias = Callable[[torch.Tensor], Masked]
@@ -122,13 +131,14 @@ class MaskKey:
 class Given:
     """What a mask gets for the input of one site.
 
-    `draw`: pads of a site, by its number, for so many rows. `draw`, `key`: None where the run has
-    none.
+    `draw`: pads of a site, by its number, for so many rows; `deal`: instead, where dealers multiply
+    them meanwhile, r and what each dealer is sent. `draw`, `deal`, `key`: None where there is none.
     """
 
     site: Site
     randomness: Randomness
     draw: Callable[[int, int], Factors] | None = None
+    deal: Callable[[int, int], Dealt] | None = None
     key: MaskKey | None = None
 
 
@@ -157,7 +167,6 @@ class Mask(BaseModel, frozen=True, extra="forbid"):
     tolerance: ClassVar[float]
     cost: ClassVar[str]
     arithmetic: ClassVar[Arithmetic] = "float"
-    services: ClassVar[int] = 1
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -222,9 +231,18 @@ def describe_mask(name: str, options: dict[str, Any]) -> str:
 
 
 class AdditiveMask(Mask):
-    """Adds a random r before, takes u = r W away after; (r, u) are made ahead and used once."""
+    """Adds a random r before, takes u = r W away after; each (r, u) is used once."""
 
     kind: ClassVar[Kind] = "additive"
+
+    @property
+    def dealt(self) -> bool:
+        """Whether dealers multiply u, and not the TEE."""
+        return False
+
+    def made(self, source: PadsFrom) -> bool:
+        """Say whether its pads were made before, where rows have theirs from this source."""
+        return source == "stock" or (source == "dealers" and not self.dealt)
 
     @abstractmethod
     def draw(self, words_TI: torch.Tensor) -> torch.Tensor:
@@ -240,21 +258,6 @@ class AdditiveMask(Mask):
         if draw is None:
             raise PolicyError(f"mask {self.name}", "no factors", "pads made in advance")
         return lambda x_TI: self.mask(x_TI, draw(number, x_TI.shape[0]))
-
-
-class SharingMask(Mask):
-    """Splits the input over two services that must not collude; needs nothing made ahead."""
-
-    kind: ClassVar[Kind] = "additive"
-    services: ClassVar[int] = 2
-
-    @abstractmethod
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
-        """Split the input. Each service sees: one tensor, or seed, of `Masked.sent`."""
-
-    def hiding(self, given: Given) -> Hide:
-        """See `Mask.hiding`."""
-        return lambda x_TI: self.mask(x_TI, given.randomness)
 
 
 class ProvisionedMask(Mask):
@@ -278,30 +281,53 @@ class ProvisionedMask(Mask):
 class Pad(AdditiveMask):
     """Send x + r mod 2^32 with r uniform, and subtract r W from the reply.
 
-    What crosses is uniform whatever x is, because r is, and because no r is used twice: the pads'
-    index only moves forward. Integers wrap exactly, so the result is that of the plain product.
+    What crosses is uniform whatever x is, because r is, and because no r is used twice. Integers
+    wrap exactly, so the result is that of the plain product. Who multiplies u = r W is said by
+    `pads`: the TEE ("tee"), ahead of use; or dealers ("dealt"), services of other owners, each of
+    which gets a seed of its part of r: then a call needs none of the TEE's products.
     """
 
+    pads: Literal["tee", "dealt"] = "tee"
+
     name: ClassVar[str] = "pad"
-    hides: ClassVar[str] = "every value: what crosses is uniform and independent of the input"
+    hides: ClassVar[str] = (
+        "every value: what crosses to the service is uniform and independent of the input, and what"
+        " crosses to a dealer does not depend on it at all"
+    )
     known_break: ClassVar[str] = (
         "none while every pad is used once; a host that restores an old index file of a pad bank"
-        " makes pads repeat (docs/limitations.md); lengths and timing stay visible, and whether and"
-        " when the service answers is its own choice; where the policy does not verify results, one"
-        " that lies learns from whether the run then fails (end of text, numbers that are not"
-        " finite)"
+        " makes pads repeat (docs/limitations.md); where pads are dealt, the service and all"
+        " dealers together know everything, also later, from what they recorded; lengths and timing"
+        " stay visible, and whether and when a service answers is its own choice; where the policy"
+        " does not verify results, one that lies learns from whether the run then fails (end of"
+        " text, numbers that are not finite)"
     )
     broken: ClassVar[bool] = False
     uniform: ClassVar[bool] = True
-    source: ClassVar[str] = "one-time pad; with precomputed r W: Slalom, arXiv 1806.03287"
+    source: ClassVar[str] = (
+        "one-time pad; with precomputed r W: Slalom, arXiv 1806.03287; dealt: additive secret"
+        " sharing over Z_2^32"
+    )
     tolerance: ClassVar[float] = 0.0
-    cost: ClassVar[str] = "two passes in the TEE; one int8 product a pad, made ahead"
+    cost: ClassVar[str] = (
+        "two passes in the TEE; one int8 product a pad, made ahead; dealt: a seed and a reply more"
+        " a call instead"
+    )
     arithmetic: ClassVar[Arithmetic] = "int8"
+
+    @property
+    def dealt(self) -> bool:
+        """See `AdditiveMask.dealt`."""
+        return self.pads == "dealt"
 
     @classmethod
     def supports(cls, operator: Operator) -> bool:
         """Linear operators and the LM head."""
         return is_projection(operator)
+
+    def described(self) -> str:
+        """See `Mask.described`; banks of before know no option."""
+        return super().described() if self.dealt else self.name
 
     def draw(self, words_TI: torch.Tensor) -> torch.Tensor:
         """Take the words as they are: uniform over the ring."""
@@ -311,36 +337,20 @@ class Pad(AdditiveMask):
         """Add the pad. GPU sees: uniform ring elements."""
         return Masked((x_TI + factors.r,), lambda y_TO: y_TO - factors.u)
 
+    def hiding(self, given: Given) -> Hide:
+        """See `Mask.hiding`. GPU sees: uniform ring elements; a dealer: a fresh seed."""
+        number, deal = site_number(*given.site), given.deal
+        if deal is None:
+            return super().hiding(given)
 
-class Shares(SharingMask):
-    """Send a seed of r to one service, x - r mod 2^32 to another, and add what they reply.
+        def hide(x_TI: torch.Tensor) -> Masked:
+            r_TI, seeds = deal(number, x_TI.shape[0])
+            return Masked((x_TI + r_TI, *seeds), lambda y_TO, *dealt: y_TO - sum(dealt))
 
-    Each share alone is uniform whatever x is. Two services that compare notes know everything.
-    """
-
-    name: ClassVar[str] = "shares"
-    hides: ClassVar[str] = "every value from each service alone: its share is uniform"
-    known_break: ClassVar[str] = (
-        "the two services together: their shares add up to the input; lengths and timing stay"
-        " visible, and whether and when a service answers is its own choice; where the policy does"
-        " not verify results, one that lies learns from whether the run then fails (end of text,"
-        " numbers that are not finite)"
-    )
-    broken: ClassVar[bool] = False
-    uniform: ClassVar[bool] = True
-    source: ClassVar[str] = "additive secret sharing over Z_2^32"
-    tolerance: ClassVar[float] = 0.0
-    cost: ClassVar[str] = "two passes in the TEE; a seed more to send; products and replies twice"
-    arithmetic: ClassVar[Arithmetic] = "int8"
-
-    def mask(self, x_TI: torch.Tensor, randomness: Randomness) -> Masked:
-        """Split. One service sees: a fresh seed; the other: uniform ring elements."""
-        seed = Seed(randomness.bytes(SEED_BYTES), tuple(x_TI.shape))
-        sent = seed, x_TI - seed.elements()
-        return Masked(sent, lambda first_TO, second_TO: first_TO + second_TO)
+        return hide
 
 
-BUILTIN: dict[str, type[Mask]] = {mask.name: mask for mask in (Pad, Shares)}
+BUILTIN: dict[str, type[Mask]] = {Pad.name: Pad}
 
 
 @cache
@@ -366,6 +376,12 @@ def find_mask(name_or_path: str, folder: Path | None = None) -> type[Mask]:
     """
     if name_or_path in BUILTIN:
         return BUILTIN[name_or_path]
+    MaskError.unless(
+        name_or_path != "shares",
+        "mask",
+        "'shares'",
+        """mask = { name = "pad", pads = "dealt" }, which took its place""",
+    )
     path_text, _, wanted = name_or_path.partition(":")
     if not is_path(path_text):
         return all_masks().named(name_or_path)

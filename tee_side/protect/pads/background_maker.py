@@ -22,13 +22,17 @@ BACKGROUND_BATCH_TOKENS = 32
 # cores it cost 64 streams 5 % less, and held a run up for as long as others took its core.
 _NICENESS = 5
 
+# After which what failed is tried again, where nothing else has changed: a dealer may be back.
+_AGAIN_S = 5.0
+
 
 class BackgroundMaker:
     """Calls `make` in turns with a run of one thread: one of them at a time makes pads.
 
     `wanted`: for how many tokens pads should be made now, under a load. `make`: makes them, and
     fails with TsqpError where that is no mistake of this program: a full disk, weights that
-    changed. It is called again when the load changes; `failure` is what it met last.
+    changed. It is called again when the load changes, or after a while; `failure` is what it met
+    last.
     """
 
     def __init__(self, wanted: Callable[[Load], int], make: Callable[[int], None]) -> None:
@@ -120,7 +124,8 @@ class BackgroundMaker:
                 if tokens > 0:
                     self._makes = True
                     return tokens
-                self._changed.wait()
+                if not self._changed.wait(_AGAIN_S if self._failed else None):
+                    self._failed = False
             return 0
 
 

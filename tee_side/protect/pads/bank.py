@@ -118,6 +118,7 @@ class BankFile(PadStore):
             filled=state.filled,
             block=block,
             group=opened.header.group,
+            dealers=opened.header.dealers,
         )
         self._opened = opened
         self._path = opened.place.bank
@@ -407,6 +408,8 @@ def check_purpose(path: Path, made_for: BankHeader, wanted: Purpose) -> None:
         f"pads for {wanted.model}: its own --bank, or a new one by pads make",
     )
     PadBankError.unless(made_for.mask == wanted.mask, f"{path}: mask", made_for.mask, wanted.mask)
+    owners = [" and ".join(one.dealers) or "none" for one in (made_for, wanted)]
+    PadBankError.unless(owners[0] == owners[1], f"{path}: dealers", *owners)
     found, needed = made_for.layout, wanted.layout
     if differing := set(found.sites) ^ set(needed.sites):
         site = min(differing, key=lambda site: site.number)

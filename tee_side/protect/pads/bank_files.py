@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -281,6 +281,7 @@ class Purpose(BaseModel, frozen=True, extra="forbid"):
     `mask`: as `Mask.described`, with all options: they change u. `model`: the name of the model's
     directory, for messages; empty in banks that were made before it was kept. Digests as in
     `protocol.model.checkpoint`. `sites`: number, layer, operator, in_features, out_features.
+    `dealers`: who multiplied, none where the TEE did.
     """
 
     mask: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -288,9 +289,10 @@ class Purpose(BaseModel, frozen=True, extra="forbid"):
     model_digest: Digest
     linear_digest: Digest
     sites: tuple[tuple[_Count, _Count, Projection, _Size, _Size], ...]
+    dealers: tuple[Annotated[str, Field(max_length=4096)], ...] = ()
 
     @classmethod
-    def of(cls, layout: PadLayout, **fields: str) -> Purpose:
+    def of(cls, layout: PadLayout, **fields: Any) -> Purpose:
         """Make one from a layout and all other fields but `sites`."""
         sites = tuple(
             (s.number, s.layer, s.operator, s.in_features, s.out_features) for s in layout.sites

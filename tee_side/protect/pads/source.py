@@ -1,5 +1,7 @@
 """The pads of a run: made ahead of use and beside it, and drawn by one micro-batch after another.
 
+Who multiplies a pad's u = r W is the TEE, or dealers: ahead of use, or as it is used.
+
 One row against a weight is bound by reading the weight; hundreds of rows are bound by arithmetic,
 thirty times cheaper each. So pads are made in large products, site by site. Where the TEE holds no
 weights for other reasons, one at a time is read from the model directory, quantised, multiplied
@@ -9,24 +11,24 @@ with, and dropped: that costs six times the product for 32 tokens, and half of i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 
-from protocol.errors import PadsExhaustedError
+from protocol.errors import PadsExhaustedError, TsqpError
 from protocol.integer import ring_product
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
 from protocol.model.weights import CPU, load_linear
-from tee_side.protect.masks.mask import AdditiveMask, Factors
-from tee_side.protect.pads.store import Draw, PadStore, Words
+from tee_side.protect.masks.mask import AdditiveMask, Factors, Seed
+from tee_side.protect.pads.store import Draw, MadePads, PadStore, Words
 from tee_side.protect.sites import IntegerSites, SiteShape
 
 if TYPE_CHECKING:
@@ -49,21 +51,42 @@ MANY_ROWS = 64
 
 # Returns a site's weight [O, I]: int8 for products in the ring, float32 for masks over floats.
 ReadWeight: TypeAlias = Callable[[SiteShape], torch.Tensor]
+# Yields u [N, O] of each site of a batch of pads: ring elements, or the bits of float32.
+Multiply: TypeAlias = Callable[[MadePads], Iterator[tuple[SiteShape, torch.Tensor]]]
+# Of a pad for some rows of a site: words that r is made of, u, and what dealers are to be sent
+# where they reply with u.
+Drawn: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, tuple[Seed, ...]]
+
+
+def multiply_here(mask: AdditiveMask, weights: ReadWeight) -> Multiply:
+    """Return what multiplies in the TEE; memory is one site's weight and products.
+
+    Raises what `weights` raises.
+    """
+
+    def multiply(batch: MadePads) -> Iterator[tuple[SiteShape, torch.Tensor]]:
+        for site in batch.layout.sites:
+            r_TI, weight_OI = mask.draw(batch.r(site.number)), weights(site)
+            # Biases come later.
+            if mask.arithmetic == "int8":
+                yield site, ring_product(r_TI, weight_OI)
+            else:
+                yield site, (r_TI @ weight_OI.t()).view(torch.int32)
+
+    return multiply
 
 
 def fill_pads(
-    mask: AdditiveMask,
-    weights: ReadWeight,
+    multiply: Multiply,
     store: PadStore,
     tokens: int,
     on_site: Callable[[int], object] | None = None,
 ) -> None:
     """Make pads for `tokens` more tokens, rounded up to whole groups of the store.
 
-    Computes u for what the store asks; memory is one site's weight and products. `on_site`: called
-    with `tokens` after each site.
+    `on_site`: called with `tokens` after each site.
 
-    Raises what `weights` raises, PadBankError if the disk is full, and ValueError where the store
+    Raises what `multiply` raises, PadBankError if the disk is full, and ValueError where the store
     has no room for so many.
     """
     put = None
@@ -71,14 +94,7 @@ def fill_pads(
         store.begin(-(-tokens // store.group) * store.group) as batch,
         ThreadPoolExecutor(1, "pads put") as writer,
     ):
-        for site in store.layout.sites:
-            r_TI, weight_OI = mask.draw(batch.r(site.number)), weights(site)
-            # Ring elements, or the bits of float32. Biases come later.
-            u_TO = (
-                ring_product(r_TI, weight_OI)
-                if mask.arithmetic == "int8"
-                else (r_TI @ weight_OI.t()).view(torch.int32)
-            )
+        for site, u_TO in multiply(batch):
             if put is not None:
                 put.result()
             # A disk takes half as long as the products; what is next does not wait for it.
@@ -109,6 +125,25 @@ def read_weights(
     return lambda shape: read(*shape.site).weight
 
 
+class DrawsPads(Protocol):
+    """Draws the pads of one site after another, as `PadLane` does."""
+
+    def words(self, site: int, rows: int) -> Drawn:
+        """Return what the pads for `rows` rows of a site (its number) are made of."""
+
+
+class Dealing(Protocol):
+    """Who has dealers multiply pads.
+
+    `failure`: why the last that were asked for did not come; None once some have.
+    """
+
+    failure: TsqpError | None
+
+    def accuse(self, where: str) -> TsqpError:
+        """Ask no dealer any more, because a pad that was used is wrong; return an error for it."""
+
+
 @dataclass(eq=False)
 class Pads:
     """The pads of a run, for one additive mask.
@@ -118,7 +153,8 @@ class Pads:
     them. `fill`: makes pads for so many tokens more, and puts them into the store, as `fill_pads`
     does. `ahead`: tokens that pads are kept ready for while nothing runs, None for all that the
     store has room for; beside steps, half of them. `decode_share`: of these, what a prompt leaves
-    to decode; None where it need not.
+    to decode; None where it need not. `dealing`: who asks the dealers, None where the TEE
+    multiplies: prompts then have pads dealt as they are used, but for what `decode_share` leaves.
     `on_wait` is told how many are missing. `store` counts what there is.
     """
 
@@ -129,6 +165,7 @@ class Pads:
     _: KW_ONLY
     ahead: int | None = None
     decode_share: float | None = None
+    dealing: Dealing | None = None
     on_wait: Callable[[int], None] | None = None
     # Since the first block of `filling`.
     background: BackgroundMaker | None = field(default=None, init=False)
@@ -144,8 +181,16 @@ class Pads:
 
     def in_stock(self, rows: int) -> bool:
         """Say whether a prompt's step of so many rows leaves decode its share."""
-        share = self.decode_share
-        return share is None or self.store.available - rows >= share * self._kept
+        if (share := self.decode_share) is None:
+            return self.dealing is None
+        return self.store.available - rows >= share * self._kept
+
+    @property
+    def dealers_there(self) -> bool:
+        """Whether a prompt's pads can be dealt as they are used; where they must, it waits."""
+        if self.dealing is None:
+            return False
+        return self.dealing.failure is None or self.when_out != "tee"
 
     def plenty(self, rows: int) -> bool:
         """Say whether half of the pads that are kept ready are left after so many rows."""
@@ -196,6 +241,26 @@ class Pads:
         error.__cause__ = cause
         return error
 
+    def accuse(self, where: str) -> TsqpError | None:
+        """Use none of the pads that are left, as one was not r W; None where the TEE multiplied."""
+        if self.dealing is None:
+            return None
+        # In this order: a batch in work ends without a commit, and is waited for.
+        error = self.dealing.accuse(where)
+        with nullcontext() if self.background is None else self.background.held_off():
+            self.drop()
+        return error
+
+    def stock_up(self) -> None:
+        """Make pads now for all tokens that they are kept ready for, as far as there is room."""
+        while (missing := min(self._kept - self.store.available, self.store.room)) > 0:
+            self.fill(min(missing, BATCH_TOKENS))
+
+    def drop(self) -> None:
+        """Use none of the pads that are left."""
+        if left := self.store.available:
+            self.store.release(self.store.take(left))
+
     def take(self, rows: int) -> range:
         """Take indices for a micro-batch's rows. Raises as `PadLane.draw`."""
         if self.store.available < rows and self.ready(rows) < rows:
@@ -241,10 +306,10 @@ class PadLane:
 
     def draw(self, site: int, rows: int) -> Factors:
         """Return the mask's factors for `rows` rows of a site. Raises as `words`."""
-        words_TI, u_TO = self.words(site, rows)
+        words_TI, u_TO, _ = self.words(site, rows)
         return Factors(self.source.mask.draw(words_TI), u_TO.view(self._dtype))
 
-    def words(self, site: int, rows: int) -> Words:
+    def words(self, site: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, tuple[()]]:
         """Return what the factors for `rows` rows of a site (its number) are made of.
 
         Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
@@ -268,14 +333,15 @@ class PadLane:
         ready = self._ready.pop(site, None)
         if ready is None:
             if rows < MANY_ROWS and site not in self._ahead:
-                return self._store.factors(indices[:rows], site)
+                return *self._store.factors(indices[:rows], site), ()
             # Those of `rows` rows at least; and those of the next site are read meanwhile.
             draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
             following = self._following.get(site)
             if following is not None and following not in self._used and not self._ahead:
                 self._ahead[following] = self._store.start(indices, following)
             ready = draw()
-        return ready if rows == len(indices) else (ready[0][:rows], ready[1][:rows])
+        r_TI, u_TO = ready
+        return r_TI[:rows], u_TO[:rows], ()
 
     def end_step(self) -> None:
         """Release what a step, failed or not, did not use; the next draw starts another."""

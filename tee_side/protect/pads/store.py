@@ -23,7 +23,7 @@ import math
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Self, TypeAlias
 
@@ -55,7 +55,8 @@ class PadStore(ABC):
 
     The bookkeeping is here; a subclass says how u and the two bounds are kept. `layout`: the sites
     of every token; `capacity`: how many tokens there is space for; `group`: how many are filled,
-    and their space given back, together: it divides `capacity`. None of them changes.
+    and their space given back, together: it divides `capacity`; `dealers`: names of those that
+    multiply u, none where the TEE does. None of them changes.
 
     Reservation goes in blocks, because the subclass may have to reach the disk for it: `take`
     hands out of what is already reserved, and reserves more when that is used up. The block is as
@@ -73,6 +74,7 @@ class PadStore(ABC):
         filled: int,
         block: int,
         group: int = 1,
+        dealers: Sequence[str] = (),
     ) -> None:
         if capacity < 1 or block < 1:
             raise ValueError(f"pads: got capacity {capacity}, block {block}, expected at least 1")
@@ -87,8 +89,9 @@ class PadStore(ABC):
         self._in_use: dict[int, int] = {}
         # One bit for each site's number: sets of sites are integers.
         self._all_sites = sum(1 << site.number for site in layout.sites)
+        self.dealers = tuple(dealers)
         self._key = key
-        self._keystream = Keystream(key)
+        self._keystream = self._new_keystream()
         self._threads = reading_threads()
         self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
         # What the threads may still be reading.
@@ -305,6 +308,13 @@ class PadStore(ABC):
         """End the threads, close files and drop locks; may be called twice."""
         self._pool.shutdown()
 
+    def _new_keystream(self) -> Keystream:
+        if self.dealers:
+            from tee_side.protect.pads.dealt import DealtKeystream
+
+            return DealtKeystream(self._key, self.dealers, self.group)
+        return Keystream(self._key)
+
     def _use_up(self, indices: range, sites: int, where: object) -> None:
         """Mark the pairs as read, all or none, before anything of them is.
 
@@ -329,21 +339,27 @@ class PadStore(ABC):
 class MadePads:
     """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
 
-    `indices`: N token indices. What was put without a commit is made again later, for the same
-    indices and the same r: none of them was handed out, so work is lost and nothing else. The
-    keystream is the batch's own, for the filling thread.
+    `indices`: N token indices; `groups`: the first one of each group, which has `group` of them;
+    `layout`: the sites. What was put without a commit is made again later, for the same indices and
+    the same r: none of them was handed out, so work is lost and nothing else. The keystream is the
+    batch's own, for the filling thread.
     """
 
     def __init__(self, store: PadStore, indices: range) -> None:
-        self.indices = indices
+        self.indices, self.groups = indices, indices[:: store.group]
+        self.layout, self.group = store.layout, store.group
         self._store = store
-        self._keystream = Keystream(store._key)
+        self._keystream = store._new_keystream()
         self._missing = store._all_sites
 
     def r(self, site: int) -> torch.Tensor:
         """Return int32 [N, in_features], uniform over Z_2^32."""
         shape = self._store._sites[site]
         return self._keystream.rows(self.indices, site, shape.in_features)
+
+    def seeds(self, dealer: int, site: int) -> list[bytes]:
+        """Return what a dealer is sent for each group; RuntimeError where the TEE multiplies."""
+        return [self._keystream.seed(dealer, first, site) for first in self.groups]
 
     def put(self, site: int, u_NO: torch.Tensor) -> None:
         """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
@@ -409,8 +425,12 @@ class MemoryStore(PadStore):
     Memory: `layout.token_bytes` * `capacity`. Raises ValueError for a capacity below 1.
     """
 
-    def __init__(self, layout: PadLayout, capacity: int) -> None:
-        super().__init__(layout, capacity, os.urandom(KEY_BYTES), first=0, filled=0, block=1)
+    def __init__(
+        self, layout: PadLayout, capacity: int, *, group: int = 1, dealers: Sequence[str] = ()
+    ) -> None:
+        bounds = {"first": 0, "filled": 0, "block": 1}
+        key = os.urandom(KEY_BYTES)
+        super().__init__(layout, capacity, key, **bounds, group=group, dealers=dealers)
         self._u = {
             site.number: numpy.empty((capacity, site.out_features), numpy.int32)
             for site in layout.sites

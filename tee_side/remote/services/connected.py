@@ -20,8 +20,8 @@ _GRACE_S = 1.0
 class Services:
     """The services of a run, once `connect` has found them.
 
-    `groups`: of `plan_services`; none where nothing leaves the TEE. Share i of a layer goes to the
-    group that was planned for it and to no other, whatever fails. `traffic`: of all of them.
+    `groups`: of `plan_services`; none where nothing leaves the TEE. What is for an owner goes to
+    its own group and to no other, whatever fails. `traffic`: of all of them.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Services:
             )
             for group in groups
         )
-        by_share = sorted(zip(groups, self._groups, strict=True), key=lambda pair: pair[0].share)
+        by_owner = sorted(zip(groups, self._groups, strict=True), key=lambda pair: pair[0].dealer)
         self._at: tuple[tuple[Channel, ...], ...] = tuple(
-            tuple(channel for group, channel in by_share if group.first <= layer <= group.last)
+            tuple(channel for group, channel in by_owner if group.first <= layer <= group.last)
             for layer in range(num_layers)
         )
 
@@ -54,7 +54,7 @@ class Services:
         return any(group.waits for group in self._groups)
 
     def at(self, layer: int) -> tuple[Channel, ...]:
-        """Return the channels of a layer, one for each share."""
+        """Return the channels of a layer: the service's, then each dealer's."""
         return self._at[layer]
 
     def connect(self, timeout_s: float) -> None:

@@ -149,11 +149,11 @@ class ConnectOptions:
     appraise: Callable[[str, bytes, bytes], None] | None = None
 
 
-# The service processes of a run, by the instance id that each gives itself: the share and the
-# endpoint that it was first seen at. An id belongs to that endpoint for the whole run, gone or not:
-# the process may remember what it saw, and one that lied must not be asked under another name.
-# Against mistakes only. An id is what a process claims, so it never counts against the endpoint
-# that had it first, which may be no more than the one that was named.
+# The service processes of a run, by the instance id that each gives itself: the dealer's number,
+# and the endpoint that it was first seen at. An id belongs to that endpoint for the whole run, gone
+# or not: the process may remember what it saw, and one that lied must not be asked under another
+# name. Against mistakes only. An id is what a process claims, so it never counts against the
+# endpoint that had it first, which may be no more than the one that was named.
 Instances: TypeAlias = dict[str, tuple[int, str]]
 
 
@@ -240,9 +240,10 @@ class Member:
         reply = options.verify(self.endpoint, response, (group.first, group.last))
         if options.appraise is not None:
             options.appraise(self.endpoint, reply.statement, nonce)
-        share, where = self.instances.setdefault(reply.instance_id, (group.share, self.endpoint))
+        said = group.dealer, self.endpoint
+        dealer, where = self.instances.setdefault(reply.instance_id, said)
         if where != self.endpoint:
-            raise one_service(where, self.endpoint, 1 if share == group.share else 2)
+            raise one_service(where, self.endpoint, max(dealer, group.dealer))
         connection.limit_messages(reply.max_message_bytes)
         link = options.link
         channel = connection if link is None else link(connection, options.timeout_s)

@@ -1,8 +1,9 @@
-"""Which service is asked for what: `--gpu ENDPOINT[=LAYERS][,share=1|2]`, laid over a model.
+"""Which service is asked for what: `--gpu` and `--dealer ENDPOINT[=LAYERS]`, laid over a model.
 
-Services with the same layers and share stand in for each other. A share's ranges of layers must
-cover the model without overlapping. A service never gets two shares, and no link that shares depend
-on is in the clear unless the operator says so.
+Services with the same layers stand in for each other. A dealer multiplies pads, and is of another
+owner than the service and than every other dealer. The ranges of layers of each owner must cover
+the model without overlapping. No link is in the clear that hides what only two parties together may
+know, unless the operator says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,156 +33,151 @@ WITHOUT_COLUMNS = (
     " ENDPOINT=LAYERS)"
 )
 _ALL_LAYERS = LayerRange(0, None)
-_SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?(?:,share=([12]))?")
+_SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?")
 # A header with its method, dtypes and shapes, and the lengths and padding around frames.
 _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
 
 
-def _require(holds: object, got: object, expected: str) -> None:
-    SettingsError.unless(holds, "--gpu", str(got), expected)
+WITHOUT_SHARES = "no share: --gpu names the service, and --dealer who multiplies its pads"
+
+
+def _require(holds: object, got: object, expected: str, option: str = "--gpu") -> None:
+    SettingsError.unless(holds, option, str(got), expected)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One `--gpu`. `share`: 1 or 2, None where it is not said."""
+    """One `--gpu`, or the `--dealer` of this number, from 1."""
 
     endpoint: str
     layers: LayerRange = _ALL_LAYERS
-    share: int | None = None
+    dealer: int = 0
 
     @staticmethod
-    def parse(text: str) -> ServiceSpec:
+    def parse(text: str, option: str = "--gpu") -> ServiceSpec:
         """Read what a person wrote. Raises SettingsError and EndpointError.
 
-        A path may hold `=` and `,`: only what looks like one of the rest at its end is one.
+        A path may hold `=` and `,`: only what looks like a range at its end is one.
         """
         match = _SUFFIXES.fullmatch(text)
-        endpoint, layers, share = match.groups() if match else (text, None, None)
-        _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS)
+        endpoint, layers = match.groups() if match else (text, None)
+        _require(",columns" not in endpoint, repr(text), WITHOUT_COLUMNS, option)
+        _require(",share" not in endpoint, repr(text), WITHOUT_SHARES, option)
         # Neither = nor , is in a host, a port, a number or a path of ours.
         no_path = endpoint.startswith(("tcp://", "vsock://", "http://", "https://"))
         _require(
-            ",share" not in endpoint and not (no_path and set("=,") & set(endpoint)),
+            not (no_path and set("=,") & set(endpoint)),
             repr(text),
-            "ENDPOINT[=LAYERS][,share=1|2], LAYERS such as 0-7, 8- or 3",
+            "ENDPOINT[=LAYERS], LAYERS such as 0-7, 8- or 3",
+            option,
         )
         parse_endpoint(endpoint)
-        with SettingsError.instead_of(
-            ValueError, "--gpu", repr(text), "a range that runs forwards"
-        ):
+        with SettingsError.instead_of(ValueError, option, repr(text), "a range that runs forwards"):
             found = LayerRange.parse(layers) if layers else _ALL_LAYERS
-        return ServiceSpec(endpoint, found, int(share) if share else None)
+        return ServiceSpec(endpoint, found)
 
     def __str__(self) -> str:
-        layers = "" if self.layers == _ALL_LAYERS else f"={self.layers}"
-        share = "" if self.share is None else f",share={self.share}"
-        return f"{self.endpoint}{layers}{share}"
+        return f"{self.endpoint}{'' if self.layers == _ALL_LAYERS else f'={self.layers}'}"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Services that stand in for each other. `share`: from 1 to `shares`; `last` is included."""
+    """Services of one owner that stand in for each other; `last` is included.
 
-    share: int
+    `dealer`: its number, 0 for the service.
+    """
+
+    dealer: int
     first: int
     last: int
     endpoints: tuple[str, ...]
-    shares: int = 1
 
     def __str__(self) -> str:
-        share = f", share {self.share} of {self.shares}" if self.shares > 1 else ""
-        return f"layers {LayerRange(self.first, self.last)}{share}"
+        dealer = f", pads of dealer {self.dealer}" if self.dealer else ""
+        return f"layers {LayerRange(self.first, self.last)}{dealer}"
 
 
-def assign_shares(specs: Sequence[ServiceSpec], policy: Policy) -> tuple[ServiceSpec, ...]:
-    """Return the services that a policy uses, with their shares of two: none, if nothing leaves.
+def read_services(
+    gpu: Sequence[str] | None, dealers: Sequence[str], policy: Policy
+) -> tuple[ServiceSpec, ...]:
+    """Return the services that a policy uses, and behind them its dealers: none, if nothing leaves.
 
-    Without `share=`, the first of two endpoints for the same layers gets share 1. Raises
-    SettingsError for too few, one twice, shares that the policy does not have, and where only
-    `share=` can tell which gets which: more than two endpoints, or two on one host.
+    `gpu`: None for the dealers alone. Dealers of the same layers have numbers of their own. Raises
+    SettingsError for too few, one twice, dealers of a policy that has no pads dealt, and two owners
+    on one host.
     """
-    needed = policy.services
-    if not needed:
+    name = f"policy {policy.name}"
+    unused = "nothing: the TEE makes the pads" if policy.services else "nothing"
+    _require(policy.dealt or not dealers, " ".join(dealers), f"{unused}, under {name}", "--dealer")
+    if not policy.services:
         return ()
-    used = "a gpu-service" if needed == 1 else f"{needed} that do not collude"
-    uses = f"{needed}, because policy {policy.name} uses {used}"
-    _require(len(specs) >= needed, "one endpoint" if specs else "no endpoint", uses)
+    _require(gpu or gpu is None, "no endpoint", f"a gpu-service, which {name} uses")
+    needed = f"a gpu-service of another owner, which multiplies pads for {name}"
+    _require(dealers or not policy.dealt, "no endpoint", needed, "--dealer")
+    found = [ServiceSpec.parse(text) for text in gpu or ()]
+    for text in dealers:
+        spec = ServiceSpec.parse(text, "--dealer")
+        alike = {one.dealer for one in found if one.layers.overlaps(spec.layers)}
+        found.append(replace(spec, dealer=next(n for n in count(1) if n not in alike)))
     seen: dict[str, ServiceSpec] = {}
-    for spec in specs:
-        if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
-            raise one_service(other, spec, needed)
-        _require(needed > 1 or spec.share != 2, spec, f"no share: policy {policy.name} uses one")
-    said = [spec for spec in specs if spec.share is not None]
-    if needed == 1:
-        return tuple(specs)
-    if not said:
-        return _by_position(specs)
-    for spec in specs:
-        _require(spec.share, f"{said[0]} and {spec}", "share= for all of them, or for none")
-    for share in range(1, needed + 1):
-        got = f"no service for share {share} beside {said[0]}"
-        _require(any(spec.share == share for spec in specs), got, uses)
-    return tuple(specs)
-
-
-def _by_position(specs: Sequence[ServiceSpec]) -> tuple[ServiceSpec, ...]:
     hosts: dict[str, ServiceSpec] = {}
-    found: list[ServiceSpec] = []
-    for spec in specs:
-        alike = [other for other in specs if spec.layers.overlaps(other.layers)]
-        _require(
-            len(alike) <= 2,
-            f"{' and '.join(map(str, alike))} without share=",
-            "share=1 or share=2 for each: services with the same share stand in for each other,"
-            " and belong to one owner",
-        )
-        given = replace(spec, share=1 if alike[0] is spec else 2)
-        found.append(given)
+    for spec in found:
+        if (other := seen.setdefault(spec.endpoint, spec)) is not spec:
+            raise one_service(other, spec, spec.dealer or other.dealer)
         if is_beyond_loopback(spec.endpoint):
-            other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), given)
-            _require(
-                other.share == given.share,
-                f"{other.endpoint} and {spec.endpoint} on one host, with a share each",
-                "hosts of two owners, or share= for each where that host is no owner's (a gateway)",
-            )
+            other = hosts.setdefault(parse_endpoint(spec.endpoint).host.lower(), spec)
+            got = f"{other.endpoint} and {spec.endpoint} on one host"
+            _require(other.dealer == spec.dealer, got, "hosts of two owners", "--dealer")
     return tuple(found)
 
 
-def plan_services(
-    specs: Sequence[ServiceSpec], policy: Policy, num_layers: int
-) -> tuple[ReplicaGroup, ...]:
-    """Say which services are asked for which share of which layers, in order. See the module.
+def dealer_names(
+    specs: Sequence[ServiceSpec], keys: Sequence[ClientKeys | None]
+) -> tuple[str, ...]:
+    """Return of each dealer a name that no other has: keys, or endpoints without any; layers."""
+    names: dict[int, list[str]] = {}
+    for spec, own in zip(specs, keys, strict=True):
+        if spec.dealer:
+            name = own.service.decode() if own else spec.endpoint
+            layers = "" if spec.layers == _ALL_LAYERS else f"={spec.layers}"
+            names.setdefault(spec.dealer, []).append(name + layers)
+    return tuple(" ".join(sorted(set(names[dealer]))) for dealer in sorted(names))
 
-    Raises SettingsError, which names both where two do not fit together.
+
+def plan_services(specs: Sequence[ServiceSpec], num_layers: int) -> tuple[ReplicaGroup, ...]:
+    """Say which services are asked for which layers, in order, the dealers last. See the module.
+
+    `specs`: of `read_services`. Raises SettingsError, which names both where two do not fit.
     """
     groups: dict[tuple[int, int, int], list[ServiceSpec]] = {}
-    for spec in assign_shares(specs, policy):
+    for spec in specs:
         first, last = spec.layers.first, spec.layers.last
         last = num_layers - 1 if last is None else last
         within = f"layers within 0-{num_layers - 1}, the model's"
         _require(max(first, last) < num_layers, spec, within)
-        groups.setdefault((spec.share or 1, first, last), []).append(spec)
+        groups.setdefault((spec.dealer, first, last), []).append(spec)
     ordered = sorted(groups.items())
     end = (num_layers, num_layers, "the model's end")
-    for share in range(1, policy.services + 1):
+    for owner in dict.fromkeys(owner for owner, _, _ in sorted(groups)):
         # Its parts, in order, have each layer once.
-        parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == share]
+        option = "--dealer" if owner else "--gpu"
+        parts = [(first, last, alike[0]) for (its, first, last), alike in ordered if its == owner]
         begin, before = 0, "the model's first layer"
         for first, last, named in (*parts, end):
             _require(
                 first <= begin,
                 f"no service for layers {LayerRange(begin, first - 1)}, between {before} and"
                 f" {named}",
-                f"each of the layers 0-{num_layers - 1}, for each share",
+                f"each of the layers 0-{num_layers - 1}, of each owner",
+                option,
             )
             overlap = f"{before} and {named}, which overlap"
-            _require(first >= begin, overlap, "the same layers, or none in common")
+            _require(first >= begin, overlap, "the same layers, or none in common", option)
             begin, before = last + 1, str(named)
     return tuple(
-        ReplicaGroup(*where, tuple(spec.endpoint for spec in alike), policy.services)
-        for where, alike in ordered
+        ReplicaGroup(*where, tuple(spec.endpoint for spec in alike)) for where, alike in ordered
     )
 
 
@@ -189,14 +186,15 @@ def check_links(
     keys: Sequence[ClientKeys | None],
     policy: Policy,
     *,
-    shares_in_the_clear: bool,
+    dealer_in_the_clear: bool,
 ) -> bool:
-    """Refuse links from which one party could read two shares; return whether all are encrypted.
+    """Refuse links on which one party could be two owners; return whether all are encrypted.
 
-    The holder of a key that two shares have can be both services, and an observer of links without
-    keys adds what crosses them. Of https:// the host's name stands for the key. `specs`: with their
-    shares. `shares_in_the_clear`: allow links without keys that do not leave this machine. Raises
-    SettingsError, also for keys of a stream, and for none where services have to be attested.
+    The holder of a key that service and dealer have can be both, and an observer of links without
+    keys takes the pad that crosses one from what crosses the other. Of https:// the host's name
+    stands for the key. `specs`: of `read_services`. `dealer_in_the_clear`: allow links without keys
+    that do not leave this machine. Raises SettingsError, also for keys of a stream, and for none
+    where services have to be attested.
     """
     attested = policy.service.attested != "none"
     for spec, own in zip(specs, keys, strict=True):
@@ -215,7 +213,7 @@ def check_links(
         "one for several services",
         "one --service-key for each --gpu: each attested service makes its own",
     )
-    if policy.services < 2:
+    if not policy.dealt:
         return True
     holders: dict[bytes, ServiceSpec] = {}
     secured = True
@@ -224,16 +222,16 @@ def check_links(
             # What ends TLS there has one key, however many paths and services are behind it.
             ends_at = spec.endpoint.split("/")[2].lower().removesuffix(":443").encode()
             other = holders.setdefault(ends_at, spec)
-            got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS, a share each"
-            _require(other.share == spec.share, got, "hosts of two owners")
+            got = f"{other.endpoint} and {spec.endpoint}, behind one end of TLS"
+            _require(other.dealer == spec.dealer, got, "two ends of two owners", "--dealer")
         elif own is not None:
             other = holders.setdefault(own.service, spec)
             SettingsError.unless(
-                other.share == spec.share,
+                other.dealer == spec.dealer,
                 "--service-key",
-                f"one key for {other.endpoint} and {spec.endpoint}, which get a share each",
-                "one --service-key for each --gpu, and different keys for different"
-                " shares: services that do not collude share no key",
+                f"one key for {other.endpoint} and {spec.endpoint}",
+                "one --service-key for each --gpu and then each --dealer, and different keys for"
+                " different owners, who do not collude",
             )
         else:
             secured = False
@@ -241,24 +239,25 @@ def check_links(
                 ("vsock:", "ivshmem:")
             )
             _require(
-                shares_in_the_clear and not leaves,
+                dealer_in_the_clear and not leaves,
                 f"{spec.endpoint} without keys",
                 "--identity and --service-key (tcp:// and ipc:// can have them): an observer of all"
-                f" links of policy {policy.name} adds the shares and reads prompt and answer"
-                + ("" if leaves else "; on one machine, --shares-in-the-clear allows that"),
+                f" links of policy {policy.name} takes the pads away and reads prompt and answer"
+                + ("" if leaves else "; on one machine, --dealer-in-the-clear allows that"),
+                "--dealer" if spec.dealer else "--gpu",
             )
     return secured
 
 
-def one_service(first: object, second: object, shares: int = 2) -> SettingsError:
-    """Refuse two names of one service: it would get both shares, or be asked again once it lied.
+def one_service(first: object, second: object, dealer: int) -> SettingsError:
+    """Refuse two names of one service: it would be two owners, or be asked again once it lied.
 
-    Against a mistake, not against a lie.
+    `dealer`: its number, where one of them is a dealer. Against a mistake, not against a lie.
     """
     same = str(first) == str(second)
     twice = f"{first} twice" if same else f"{first} and {second}, one and the same"
-    expected = "each service once" if shares == 1 else "two that do not collude"
-    return SettingsError("--gpu", twice, expected)
+    expected = "services of two owners, who do not collude" if dealer else "each service once"
+    return SettingsError("--dealer" if dealer else "--gpu", twice, expected)
 
 
 def largest_reply(policy: Policy, config: ModelConfig, step_tokens: int, dtype: torch.dtype) -> int:

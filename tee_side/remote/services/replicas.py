@@ -3,7 +3,7 @@
 A request is kept until its reply is there. Decoding is stateless on the GPU side, so all that a
 lost service costs is to send a request again: the same masked tensors, so nothing more is shown
 than before, and no pad is drawn twice. The service asked has passed the handshake on the very
-connection that the request goes out on, and has the share that the request is a part of.
+connection that the request goes out on, and is of the owner that the request is for.
 
 `Replicas` is the ordinary way, and all there is to it while no service fails; `Failover` is what
 comes after a failure: another is asked, or it is waited for. Waiting goes by `time.monotonic` and

@@ -43,16 +43,16 @@ def settings(model: Path | None, *policies: str, **changes: Any) -> BenchSetting
     ("policies", "changes", "message"),
     [
         ([], {"device": "model:nothing"}, "accelerator profile: got 'nothing'"),
-        (["two-server"], {"endpoints": ("tcp://h:1",)}, "two-server: got tcp://h:1, expected 2"),
+        (["dealt"], {"endpoints": ("tcp://h:1",)}, "dealt: got tcp://h:1, expected 2"),
         (
-            ["two-server"],
-            {"endpoints": ("tcp://h:1", "tcp://i:1"), "shares_in_the_clear": True},
+            ["dealt"],
+            {"endpoints": ("tcp://h:1", "tcp://i:1"), "dealer_in_the_clear": True},
             "--gpu: got tcp://h:1 without keys",
         ),
         (
-            ["two-server"],
+            ["dealt"],
             {"endpoints": ("unix:///a", "unix:///b")},
-            "on one machine, --shares-in-the-clear allows that",
+            "on one machine, --dealer-in-the-clear allows that",
         ),
         (["cloak"], {}, "policy cloak: got no --key"),
         (["cloak"], {"model": None, "shape": "llama-3.2-1b"}, "policy cloak: got --shape"),

@@ -100,10 +100,10 @@ HIDDEN = [
     ("vocabulary-rows", "cloak"),
     ("vocabulary-features", "cloak-segment"),
     ("vocabulary-both", "shielded-prefill"),
-    ("vocabulary", "two-server"),
+    ("vocabulary", "dealt"),
     ("gram", "row-rotation"),
     ("pad-reuse", "shielded-prefill"),
-    ("pad-reuse", "two-server"),
+    ("pad-reuse", "dealt"),
 ]
 
 

@@ -113,10 +113,8 @@ def test_no_attack_is_believed_that_reads_nothing_where_it_must_work(
 def test_each_service_is_attacked_and_all_of_them_together(
     model: SavedModel, tmp_path: Path, in_the_clear: bool
 ) -> None:
-    """Where links are in the clear their observer has both shares, as services that collude."""
-    settings = settings_of(
-        model, ["two-server"], [NearestEmbedding], shares_in_the_clear=in_the_clear
-    )
+    """Where links are in the clear their observer has the pads, as services that collude."""
+    settings = settings_of(model, ["dealt"], [NearestEmbedding], dealer_in_the_clear=in_the_clear)
     report = run(settings, tmp_path / "run")
     alone, observer, colluding = report.policies
     assert [one.service for one in alone.runs] == [1, 2]
@@ -125,7 +123,7 @@ def test_each_service_is_attacked_and_all_of_them_together(
     assert observer.runs == (colluding.runs if in_the_clear else ())
     # No policy promises anything against services that collude.
     named = [line.partition(":")[0] for line in above(report, 0.5)]
-    assert named == ["policy two-server (observer of all links)"] * in_the_clear
+    assert named == ["policy dealt (observer of all links)"] * in_the_clear
 
 
 def test_the_attacker_has_what_is_public_alone(model: SavedModel, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.masks.mask import Pad
 from tee_side.protect.randomness import Randomness
-from tee_side.words import PRODUCTS, Operator, Place, TeeStage
+from tee_side.words import PRODUCTS, Operator, PadsFrom, Place, TeeStage
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
 
-# In the clear, by module, under a row mask, under a feature mask, with pads, in shares.
+# In the clear, by module, under a row mask, under a feature mask, with pads, with dealt pads.
 NAMES = (
     "tee-only",
     "published",
@@ -27,7 +27,7 @@ NAMES = (
     "cloak",
     "quantized-clear",
     "shielded-prefill",
-    "two-server",
+    "dealt",
 )
 LAYERS = 3
 
@@ -111,10 +111,11 @@ def test_each_micro_batch_tells_of_every_operator_with_its_layer_and_stages(
         )
         for told in (notes, None)
     )
-    logits = observed.logits(token_ids(13))
-    assert torch.equal(logits, alone.logits(token_ids(13)))
+    pads: PadsFrom = "dealers" if policy.dealt else "stock"
+    logits = observed.logits(token_ids(13), pads=pads)
+    assert torch.equal(logits, alone.logits(token_ids(13), pads=pads))
     assert len(notes.parts) == micro_batches
-    apart = observed.lanes[0].tables["prefill", False].head_apart
+    apart = observed.lanes[0].tables["prefill", pads].head_apart
     for index, part in enumerate(notes.parts):
         expected = _expected(policy, logits=apart or index == 0)
         assert part.calls == expected.calls

@@ -71,11 +71,13 @@ def _settings(
 ) -> RunnerSettings:
     chosen = load_policy(policy)
     endpoints = tuple(f"tcp://service-{number}:1" for number in range(chosen.services))
+    gpu, dealers = endpoints[:1], endpoints[1:]
     (held if held is not None else {}).update(dict.fromkeys(endpoints, model.directory))
     return RunnerSettings(
         model=model.directory,
         policy=chosen,
-        gpu=endpoints,
+        gpu=gpu,
+        dealers=dealers,
         masks=model.masks(chosen, **masks),
         dtype="float32",
         keys=(ONE, TWO) if chosen.services > 1 else (),
@@ -93,19 +95,21 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
 ) -> None:
     """A reply can be no larger than the largest that a step asks for, whoever sends it."""
     given = replace(
-        _settings(saved_model("llama"), "two-server", loopback),
+        _settings(saved_model("llama"), "dealt", loopback),
         request_timeout_s=7.0,
         max_message_bytes=2**24,
         heartbeat_timeout_s=0.75,
         spin_us=3.0,
         http={f"tcp://service-{n}:1": HttpAccess(f"{n}" * 32) for n in range(2)},
-        engine=EngineSettings(step_tokens=24),
+        engine=EngineSettings(step_tokens=40),
     )
+    endpoints = [*given.gpu, *given.dealers]
     with Runner(given) as runner:
         assert len(_generate(runner).token_ids) == 6
-        largest = largest_reply(given.policy, runner.config, 24, torch.float32)
-    assert [channel.endpoint for channel in opened] == list(given.gpu)
-    for channel, own in zip(opened, given.keys, strict=True):
+        largest = largest_reply(given.policy, runner.config, 40, torch.float32)
+    # The dealer's connection for pads that are made ahead is the maker's own.
+    assert [channel.endpoint for channel in opened] == [*endpoints, *given.dealers]
+    for channel, own in zip(opened, [*given.keys, given.keys[1]], strict=True):
         assert channel.settings == {
             "timeout_s": 7.0,
             "max_message_bytes": 2**24,
@@ -120,7 +124,7 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
         assert channel.one_connection
         assert channel.closed
     opened.clear()
-    loopback[given.gpu[1]] = saved_model("qwen3").directory
+    loopback[endpoints[1]] = saved_model("qwen3").directory
     with pytest.raises(ModelMismatchError, match=r"service-1:1"):
         Runner(given)
     assert [channel.closed for channel in opened] == [True, True]
@@ -128,7 +132,7 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
     with pytest.raises(SettingsError, match="got one key for"):
         Runner(replace(given, model=Path("none"), keys=(ONE, ONE)))
     # A policy that sends nothing has no use for them.
-    stays = replace(given, policy=load_policy("tee-only"), masks=MaskSettings())
+    stays = replace(given, policy=load_policy("tee-only"), masks=MaskSettings(), dealers=())
     with Runner(stays) as runner:
         assert _generate(runner).rpc.count == 0
         with pytest.raises(PromptError, match="stop strings"):
@@ -142,7 +146,6 @@ def test_services_are_reached_as_the_settings_say_and_asked_all_or_none(
     ("policy", "masks", "said"),
     [
         ("tee-only", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy tee-only runs"),
-        ("two-server", {"bank": BankPlace.at(Path("b"))}, "--bank: got b, .*: policy two-server"),
         ("shielded", {"key": Path("k")}, "--key: got k, expected nothing: .* a feature mask"),
         ("stip", {}, "--key: got none"),
     ],
@@ -170,7 +173,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused_before_a_service_is_ask
     tensors = load_file(light / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "_proj" not in name}
     save_file(kept, light / "model.safetensors")
-    known: dict[str, Verify] = {"two-server": "none", "shielded": "none", "published": "freivalds"}
+    known: dict[str, Verify] = {"dealt": "none", "shielded": "none", "published": "freivalds"}
     for name, verify in known.items():
         given = replace(_settings(model, name), model=light, policy=with_results(name, verify))
         with pytest.raises(ModelError, match=r"_proj\.weight: got no such tensor"):
@@ -186,7 +189,7 @@ def test_a_tee_whose_int8_products_saturate_is_refused(
         return exact(*operands, **out).clamp_(-(2**15), 2**15 - 1)
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    for policy in ("quantized-clear", "shielded", "two-server"):
+    for policy in ("quantized-clear", "shielded", "dealt"):
         assembly._check_own_kernels.cache_clear()
         with pytest.raises(KernelError, match="int8 products on cpu: got wrong numbers"):
             Runner(_settings(saved_model("llama"), policy, loopback))

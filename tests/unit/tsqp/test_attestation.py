@@ -93,7 +93,7 @@ def test_model_and_policy_are_those_that_were_loaded(loaded: Loaded) -> None:
         ("allow_origin", ("*",)),
         ("api_keys", Path("keys.toml")),
         ("page", True),
-        ("shares_in_the_clear", True),
+        ("dealer_in_the_clear", True),
         ("prefix_reuse", False),
     ],
 )

@@ -34,10 +34,10 @@ def files(tmp_path: Path) -> dict[str, str]:
     ("gpu", "tokens", "expected"),
     [
         (["https://a.example"], [ONE], [ONE]),
-        (["https://a.example=0-7", "https://b.example/x=8-,share=1"], [ONE, TWO], [ONE, TWO]),
+        (["https://a.example=0-7", "https://b.example/x=8-"], [ONE, TWO], [ONE, TWO]),
         # What has keys in place of tokens is not counted.
         (["https://a.example", "tcp://c:1", "http://127.0.0.1:1"], [ONE, TWO], [ONE, TWO]),
-        (["unix:///s", "https://a.example,share=1"], [ONE], [ONE]),
+        (["unix:///s", "https://a.example"], [ONE], [ONE]),
         (["https://a.example:1/x", "https://A.example:1/y"], [ONE], [ONE, ONE]),
     ],
 )

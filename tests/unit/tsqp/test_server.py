@@ -66,7 +66,7 @@ def told(*options: str) -> tuple[Any, Any, Any]:
 def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_it_is_on() -> None:
     for options, reuses, said in (
         ("shielded", False, []),
-        ("two-server --prefix-reuse", True, ["prefix reuse"]),
+        ("dealt --prefix-reuse", True, ["prefix reuse"]),
         ("shielded --speculative ngram", False, ["speculation"]),
         ("tee-only --speculative ngram", True, []),
     ):

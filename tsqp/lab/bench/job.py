@@ -190,7 +190,7 @@ class BenchSettings(Measuring):
     the name or path that each was given by. `baselines`: whether to measure the others, too.
     `command`: as it was typed, for the report. `defaults`: which of the plan's lengths, "prefill"
     or "context", are defaults, so that they may give way to a short context.
-    `shares_in_the_clear`: whether `endpoints` may get shares over links without keys.
+    `dealer_in_the_clear`: whether `endpoints` may get shares over links without keys.
     """
 
     command: str
@@ -203,7 +203,7 @@ class BenchSettings(Measuring):
     baselines: bool = True
     plan: Plan = field(default_factory=Plan)
     defaults: Collection[str] = ()
-    shares_in_the_clear: bool = False
+    dealer_in_the_clear: bool = False
 
     @property
     def computes(self) -> bool:
@@ -232,9 +232,15 @@ def needs_linear(policy: Policy, config: ModelConfig) -> bool:
 
 
 def pad_phases(policy: Policy, mask: AdditiveMask | None = None) -> tuple[Phase, ...]:
-    """Return the phases of which each token uses up a pad, of a mask or of any."""
-    placed = [one for _, one in policy.leaving() if isinstance(one.mask, AdditiveMask)]
-    masked = {one.phase for one in placed if mask in (None, one.mask)}
+    """Return the phases of which each token uses up a pad, of a mask or of any.
+
+    Those of a prompt are dealt as they are used, but for what a policy with a stock has of them.
+    """
+    masked: set[Phase | None] = set()
+    for _, one in policy.leaving():
+        if isinstance(one.mask, AdditiveMask) and mask in (None, one.mask):
+            now = one.mask.dealt and policy.prefill == "always"
+            masked.add("decode" if now and one.phase is None else one.phase)
     return tuple(phase for phase in PHASES if masked & {None, phase})
 
 

@@ -37,7 +37,13 @@ from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
 from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
-from tee_side.protect.pads.source import BATCH_TOKENS, fill_pads, read_weights
+from tee_side.protect.pads.source import (
+    BATCH_TOKENS,
+    Pads,
+    fill_pads,
+    multiply_here,
+    read_weights,
+)
 from tsqp.lab.bench.job import Measuring, pad_phases
 from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
@@ -51,6 +57,8 @@ _BLOCK = 4_194_301
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
+# As many as are dealt at once, where they are.
+_DEALT_PADS = 64
 
 
 # ------------------------------------------------------------------------------ random weights
@@ -175,13 +183,13 @@ def bank_bytes(config: ModelConfig, policy: Policy, tokens: int) -> int:
 
 
 def pad_bank(model: Path, policy: Policy, tokens: int, path: Path, *, zeros: bool) -> Path | None:
-    """Make pads ahead; None for a policy without any, or whose mask no bank can hold.
+    """Make pads ahead; None for a policy without any or with dealers, or that no bank can hold.
 
     `zeros`: factors u = 0, for services that answer with zeros: unmasked, activations stay finite.
     The work online is the same.
     """
     masks = [mask for mask in policy.masks if isinstance(mask, AdditiveMask)]
-    if not masks or masks[0].arithmetic != "int8":
+    if not masks or masks[0].arithmetic != "int8" or policy.dealt:
         return None
     PolicyError.unless(
         len(masks) == 1,
@@ -223,7 +231,14 @@ def _new_bank(
     place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)
     store = BankFile.create(place, purpose, capacity=groups * MAX_GROUP, group=MAX_GROUP)
     weights = read_weights(checkpoint, config, mask.arithmetic)
-    return store, partial(fill_pads, mask, weights, store)
+    return store, partial(fill_pads, multiply_here(mask, weights), store)
+
+
+def pad_dealing(policy: Policy, pads: Pads) -> PadMaking:
+    """Have dealers multiply pads of a run, for its stock, and time it. Raises TsqpError."""
+    pads.drop()
+    pads.fill(_DEALT_PADS)
+    return _timed(policy, pads.fill, _DEALT_PADS)
 
 
 def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
@@ -236,14 +251,18 @@ def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
         store, make = _new_bank(model, policy, TIMED_PADS, Path(place) / "pads")
         with store:
             make(TIMED_PADS - PAD_BATCH)  # reads the weights a first time
-            started, cpu_before = time.perf_counter_ns(), cpu_ns()
-            make(PAD_BATCH)
-            cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
+            return _timed(policy, make, PAD_BATCH)
+
+
+def _timed(policy: Policy, make: Callable[[int], object], tokens: int) -> PadMaking:
+    started, cpu_before = time.perf_counter_ns(), cpu_ns()
+    make(tokens)
+    cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
     return PadMaking(
         phases=pad_phases(policy),
-        token_ms=elapsed / 1e6 / PAD_BATCH,
-        cpu_ms=cpu / 1e6 / PAD_BATCH,
-        batch_tokens=PAD_BATCH,
+        token_ms=elapsed / 1e6 / tokens,
+        cpu_ms=cpu / 1e6 / tokens,
+        batch_tokens=tokens,
     )
 
 

@@ -21,7 +21,7 @@ from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import read_config
 from protocol.tensors import ITEMSIZE
 from tee_side.policy.placement import Policy, load_policy
-from tee_side.remote.services.plan import ServiceSpec, assign_shares, check_links
+from tee_side.remote.services.plan import check_links, read_services
 from tsqp.extras import require
 from tsqp.feature_key import FeatureKey
 from tsqp.lab.bench import prepare
@@ -179,10 +179,10 @@ class Bench:
                 f"{policy.services} services that do not collude",
             )
             check_links(
-                assign_shares([ServiceSpec.parse(one) for one in used], policy) if used else (),
+                read_services(used[:1], used[1:], policy) if used else (),
                 [None] * len(used),
                 policy,
-                shares_in_the_clear=settings.shares_in_the_clear,
+                dealer_in_the_clear=settings.dealer_in_the_clear,
             )
             self._check_feature_mask(policy)
         plan.check(config.context_length, settings.step_tokens)

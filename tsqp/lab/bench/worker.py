@@ -28,7 +28,7 @@ from tee_side.protect.pads.bank_files import BankPlace
 from tee_side.runner import Runner, RunnerSettings
 from tee_side.words import Operator, Phase, Place
 from tsqp.lab.bench.job import WARM_UP, Answer, BenchSettings, vocabulary_bytes
-from tsqp.lab.bench.prepare import pad_making
+from tsqp.lab.bench.prepare import pad_dealing, pad_making
 from tsqp.lab.bench.results import (
     STAGES,
     Case,
@@ -72,7 +72,8 @@ def measure(
     settings = RunnerSettings(
         model=model,
         policy=policy,
-        gpu=tuple(endpoint for _, endpoint in services),
+        gpu=tuple(endpoint for _, endpoint in services[:1]),
+        dealers=tuple(endpoint for _, endpoint in services[1:]),
         masks=MaskSettings(
             key=given.key if policy.feature_mask else None,
             bank=BankPlace.at(bank, beside_bank=True) if bank else None,
@@ -85,7 +86,7 @@ def measure(
         spin_us=given.spin_us,
         link=given.link,
         # Services of its own get tokens drawn at random, which are no secret.
-        shares_in_the_clear=given.shares_in_the_clear or not given.endpoints,
+        dealer_in_the_clear=given.dealer_in_the_clear or not given.endpoints,
     )
     yield "loading"
     with Runner(settings) as runner:
@@ -94,9 +95,13 @@ def measure(
         yield from _cases(runner, given, services)
         peak, itemsize = peak_bytes(), runner.dtype.itemsize
         cached, pads = given.plan.cached_tokens(given.step_tokens), None
-        if bank:
+        if bank or policy.dealt:
             yield "making pads"
-            pads = pad_making(model, policy, bank.parent)
+            pads = (
+                pad_making(model, policy, bank.parent)
+                if bank
+                else pad_dealing(policy, runner.pads[0])
+            )
         yield Finished(
             tee_peak_bytes=peak,
             kv_bytes=kv_bytes(runner.config, cached, runner.dtype),
@@ -134,10 +139,18 @@ def observed(
     runner.observe(collector)
     runs: list[Observed] = []
     for _ in rounds(most, _OBSERVED_S):
+        _stock_up(runner)
         collector.reset(time.perf_counter_ns())
         runs.append((elapsed_us(step), collector.costs(1), collector.spans()))
     runner.observe(None)
     return runs
+
+
+def _stock_up(runner: Runner) -> None:
+    """Have pads dealt before a step that is measured: a server has them dealt beside its steps."""
+    for pads in runner.pads:
+        if pads.dealing is not None:
+            pads.stock_up()
 
 
 def _cases(runner: Runner, given: BenchSettings, services: Services) -> Iterator[Answer]:
@@ -190,23 +203,26 @@ def _case(
     keep_spans: bool,
 ) -> Iterator[Case | Timeline]:
     for _ in rounds(WARM_UP, _WARM_UP_S):
+        _stock_up(runner)
         work()
     repeats = given.plan.repeats if phase == "prefill" else given.plan.decode_steps
     pids: list[int | str] = ["self", *(pid for pid, _ in services if pid)]
-    cpu_before = [cpu_ns(pid) for pid in pids]
+    cpu = [0.0] * len(pids)
     traffic_before = runner.totals()
     times_ms: list[float] = []
     heavy_ms: list[float] = []
     heavy = Collector()
     runner.observe(heavy, HEAVY)
     for _ in rounds(repeats, _TIMED_S, least=_LEAST_TIMED):
+        _stock_up(runner)
         heavy.reset(0)
+        cpu_before = [cpu_ns(pid) for pid in pids]
         times_ms.append(elapsed_us(work) / 1e3)
+        spent = zip(pids, cpu_before, cpu, strict=True)
+        cpu = [so_far + (cpu_ns(pid) - before) / 1e6 for pid, before, so_far in spent]
         heavy_ms.append(sum(cost.stages.tee_us for cost in heavy.costs(1)) / 1e3)
     count = len(times_ms)
-    tee, *gpu = [
-        (cpu_ns(pid) - before) / 1e6 / count for pid, before in zip(pids, cpu_before, strict=True)
-    ]
+    tee, *gpu = [of_all / count for of_all in cpu]
     traffic = runner.totals()
     often = given.plan.observed(phase, count)
     runs = sorted(observed(runner, work, often, keep_spans=keep_spans), key=itemgetter(0))

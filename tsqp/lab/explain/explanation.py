@@ -375,9 +375,10 @@ def _tensors(messages: tuple[Crossing, ...]) -> str:
 
 def _needs_shown(found: Explanation, given: str) -> Iterator[tuple[str, str]]:
     needs = found.needs
-    services = {0: "none", 1: "1 gpu-service"}.get(
-        needs.services, f"{needs.services} gpu-services that do not collude"
-    )
+    services = (
+        *("none", "1 gpu-service"),
+        "1 gpu-service, and a dealer of another owner (--dealer)",
+    )[needs.services]
     if needs.services and needs.arithmetic == "int8":
         services += ", with --arithmetic int8 or both"
     if needs.services and needs.attested != "none":

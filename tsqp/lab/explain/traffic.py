@@ -46,8 +46,9 @@ from tee_side.protect.masks.mask import (
     MaskKey,
     in_the_clear,
 )
+from tee_side.protect.pads.dealt import FreshPads
 from tee_side.protect.randomness import KEY_BYTES, Randomness
-from tee_side.protect.sites import FloatSite, IntegerSite
+from tee_side.protect.sites import FloatSite, IntegerSite, PadLayout
 from tee_side.protect.verification import UNVERIFIED
 from tee_side.remote.call import CallSettings, plan_linear, run
 from tee_side.words import (
@@ -238,7 +239,7 @@ class StepTraffic:
                 if operator == "segment":
                     run(self._segment(segments[layer], rows, context, outputs))
                 else:
-                    run(self._call(*key, rows, context, outputs))
+                    run(self._call(*key, phase, rows, context, outputs))
                 called[key] = [*self._log]
             at = (phase, operator, layer)
             self._messages.setdefault(at, tuple(map(_message, called[key])))
@@ -251,11 +252,16 @@ class StepTraffic:
         operator: Operator,
         mask: Mask | None,
         verify: Verify,
+        phase: Phase,
         rows: int,
         context: int,
         outputs: int,
     ) -> None:
-        config, dtype, settings = self._config, self._dtype, self._settings(mask)
+        config, dtype = self._config, self._dtype
+        # A prompt's pads are dealt as they are used.
+        dealt = isinstance(mask, AdditiveMask) and mask.dealt and phase == "prefill"
+        dealers = int(dealt and self._policy.prefill == "always")
+        settings = self._settings(dealers)
         K, C = config.num_key_value_heads, config.head_dim
         R = config.num_attention_heads // K * rows
         if is_projection(operator) and operator in self._policy.projections:
@@ -266,8 +272,8 @@ class StepTraffic:
                 site,
                 # What scales there are does not change a size.
                 IntegerSite(torch.ones(width), None, dtype, 127) if integers else FloatSite(),
-                self._hide(mask, site),
-                MaskRules(mask),
+                self._hide(mask, site, dealers),
+                MaskRules(mask, dealers),
                 UNVERIFIED,  # results are zeros, and what they are checked with sends nothing
                 config,
                 settings,
@@ -298,7 +304,7 @@ class StepTraffic:
 
     async def _segment(self, segment: Segment, rows: int, context: int, outputs: int) -> None:
         """Call a segment in the clear: its masks change no size."""
-        config, settings = self._config, self._settings(None)
+        config, settings = self._config, self._settings()
         cache = KVCache(config, context, self._dtype, range(config.num_hidden_layers))
         cache.length = context - rows
         segment = segment._replace(placed=segment.placed.model_copy(update={"mask": None}))
@@ -320,13 +326,15 @@ class StepTraffic:
             bytes_received=sum(memoryview(frame).nbytes for frame in received),
         )
 
-    def _settings(self, mask: Mask | None) -> CallSettings:
-        services = range(mask.services if mask else 1)
-        channels: list[Channel] = [_Recorder(n, self._log) for n in services]
+    def _settings(self, dealers: int = 0) -> CallSettings:
+        channels: list[Channel] = [_Recorder(n, self._log) for n in range(1 + dealers)]
         return CallSettings(lambda _layer: channels, math.inf, None)
 
-    def _hide(self, mask: Mask | None, site: Site) -> Hide:
+    def _hide(self, mask: Mask | None, site: Site, dealers: int) -> Hide:
         layer, operator = site
+        if mask is not None and dealers:
+            pads = FreshPads(PadLayout.of(self._config, [site]), dealers, Randomness())
+            return mask.hiding(Given(site, Randomness(), deal=pads.deal))
         if isinstance(mask, AdditiveMask):
             _, (outputs, _) = self._config.row_layout(operator)
             return partial(_under_zeros, mask, outputs)

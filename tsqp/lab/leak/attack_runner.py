@@ -60,8 +60,8 @@ class LeakSettings(PlaySettings):
     `public`: what the attacker has, None for the model itself; `margin`: the largest allowed upper
     confidence bound above chance, None: no limit. `cost`: "measure", "none", or a report of `tsqp
     bench`; `curves`: strengths of noise to try, for policies whose mask has any. `workers`:
-    processes that attack side by side, with `threads` each. `shares_in_the_clear`: whether links
-    that shares depend on are in the clear, for the observer of all of them. `search_candidates`:
+    processes that attack side by side, with `threads` each. `dealer_in_the_clear`: whether links
+    that dealt pads depend on are in the clear, for who observes all of them. `search_candidates`:
     None for all, and for `NOISY_CANDIDATES` of what crossed with noise.
     """
 
@@ -78,7 +78,7 @@ class LeakSettings(PlaySettings):
     cost: BenchReport | str = "none"
     curves: tuple[float, ...] = ()
     workers: int = 1
-    shares_in_the_clear: bool = False
+    dealer_in_the_clear: bool = False
 
 
 @dataclass
@@ -164,8 +164,8 @@ class AttackRunner:
     def attack(self, policy: Policy) -> tuple[PolicyLeak, ...]:
         """Record a policy and let every attack at it, once for each adversary; without its cost.
 
-        The adversary is a service, each of them alone. Where masks span services it is also an
-        observer of all links, and the services together.
+        The adversary is a service, or a dealer, each alone. Where pads are dealt it is also an
+        observer of all links, and both together.
         """
         settings, watch = self.settings, self._watch
         watch.doing(f"{policy.name}: recording")
@@ -177,7 +177,7 @@ class AttackRunner:
         colluding = self._leak(together(recording), policy, "colluding services")
         # In the clear the observer has what the services have together.
         seen: dict[str, object] = {"adversary": "observer of all links"}
-        if settings.shares_in_the_clear:
+        if settings.dealer_in_the_clear:
             return alone, colluding.model_copy(update=seen), colluding
         nothing = "the links are encrypted: their observer sees lengths and timing"
         seen |= {"nothing": nothing, "runs": (), "untried": (), "reconstruction": None}

@@ -329,7 +329,7 @@ def settings_of(
         margin=min(margins, default=None),
         cost=cost,
         curves=options["sigma"] if options["curves"] else (),
-        shares_in_the_clear=options["shares_in_the_clear"],
+        dealer_in_the_clear=options["dealer_in_the_clear"],
     )
 
 

@@ -31,7 +31,7 @@ _NEGLIGIBLE = 1e-12
 _MOST_HITS, _MOST_TOKENS = 2**30, 2**60
 
 
-# The adversaries; a service of two-server sees one share, the others both.
+# The adversaries; where pads are dealt, "service" is the service alone, or the dealer alone.
 Adversary = Literal["service", "observer of all links", "colluding services"]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from protocol.messages import (
     Request,
     Response,
     RingLinearRequest,
+    RingLMHeadRequest,
     SegmentRequest,
     Timing,
 )
@@ -45,7 +47,8 @@ from tee_side.engine.step import Part, run_step
 from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import MicroBatchOperators, TeeModel, load_tee_model
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import Mask
+from tee_side.protect.masks.mask import AdditiveMask, Mask
+from tee_side.protect.sites import LARGEST_INPUT
 from tee_side.words import LAYERLESS, PRODUCTS
 from tsqp.lab.explain.traffic import AtOnce, Headers, StepTraffic
 from tsqp.lab.leak.attack import Added, Trace, TraceError, read_frames
@@ -189,14 +192,16 @@ class Truth:
 
 @dataclass(frozen=True)
 class RecordedSession:
-    """One prompt with its answer. `traces`: one a service, in the order of a policy's shares.
+    """One prompt with its answer. `traces`: of the service, and of the dealer for the prompt.
 
-    `disk`: what the service's has of its cache once that had to make room; None without one.
+    `ahead`: what the dealer was sent beside, for pads of tokens to come. `disk`: what the service's
+    has of its cache once that had to make room; None without one.
     """
 
     traces: tuple[Trace, ...]
     truth: Truth
     disk: Disk | None = None
+    ahead: tuple[Trace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ def play(
     `folder`: for what a feature mask's services are given; `progress(done, total)` is called after
     each. Raises what `Runner` raises before it connects, PromptError, and TraceError.
     """
-    with _stage(policy, settings, folder) as (model, lanes, channels, served):
+    with _stage(policy, settings, folder) as (model, lanes, (*channels, maker), served):
         engine, config = Engine(model, lanes), model.config
         added = added_rows(policy, config)
         sessions = []
@@ -265,7 +270,7 @@ def play(
                     for (start, end), step in zip(parts, steps, strict=True)
                 ]
             positions = [position for part in parts for position in range(*part)]
-            for channel, trace in zip(channels, traces, strict=True):
+            for channel, trace in zip(channels[:1], traces, strict=False):
                 TraceError.unless(
                     trace.tokens == len(positions),
                     channel.endpoint,
@@ -284,7 +289,7 @@ def play(
             if policy.segments(config.num_hidden_layers):
                 (service,), (trace,) = channels, traces
                 disk = service.disk_of(trace, config.context_length, folder)
-            sessions.append(RecordedSession(traces, truth, disk))
+            sessions.append(RecordedSession(traces, truth, disk, (Trace(maker.take().messages),)))
             progress(done + 1, len(prompts))
     return Recording(policy, served, tuple(sessions))
 
@@ -297,7 +302,7 @@ def logits_of(
     One step a text. Raises as `play`.
     """
     found = []
-    with _stage(policy, settings, folder) as (model, lanes, _, _):
+    with _stage(policy, settings, folder) as (model, lanes, *_):
         for ids in texts:
             cache = KVCache(model.config, len(ids), model.dtype)
             chunks = (Chunk(cache, slice(0, len(ids)), len(ids)),)
@@ -330,7 +335,8 @@ def _stage(
 ) -> Iterator[tuple[TeeModel, list[MicroBatchOperators], tuple[RecordingChannel, ...], Path]]:
     """Put the trusted side together as `Runner` does, over services that record.
 
-    Gives its model and lanes, the services, and the model directory that they were given.
+    Gives its model and lanes, the services and behind them the dealer of pads that are made ahead,
+    and the model directory that they were given.
     """
     config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
     dtype = torch_dtype(settings.dtype or config.dtype)
@@ -353,32 +359,33 @@ def _stage(
         # It has been read. An attack is given `served`, and would find the key beside it.
         key.unlink(missing_ok=True)
     with closing(assembly):
-        channels: tuple[RecordingChannel, ...] = ()
-        if policy.services:
-            weights = load_weights(
-                served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic]
-            )
-            channels = tuple(
-                RecordingChannel(weights, f"service {number + 1}")
-                for number in range(policy.services)
-            )
-        yield model, assembly.lanes(lambda _layer: channels), channels, served
+        weights = load_weights(
+            served, device=CPU, dtype=dtype, arithmetic=[policy.served_arithmetic]
+        )
+        names = [*(f"service {number + 1}" for number in range(policy.services)), "dealer, ahead"]
+        *channels, maker = (RecordingChannel(weights, name) for name in names)
+        assembly.dealers_at = lambda _layer: [maker]
+        yield model, assembly.lanes(lambda _layer: channels), (*channels, maker), served
 
 
 # ------------------------------------------------------------------------------------- adversaries
 
 
 def together(recording: Recording) -> Recording:
-    """Return a recording of shares as an adversary with all of them reads it: in the clear.
+    """Return a recording of dealt pads as an adversary of all links reads it: in the clear.
 
     Raises TraceError where requests to the services do not belong together.
     """
+    pads: dict[str, list[torch.Tensor]] = {}
     sessions = tuple(
-        RecordedSession((_summed(*session.traces),), session.truth)
+        RecordedSession((_unmasked(pads, *session.traces, *session.ahead),), session.truth)
         for session in recording.sessions
     )
-    # Without the masks that span services, whose shares are known.
-    policy = with_masks(recording.policy, lambda mask: None if mask.services > 1 else mask)
+    # Without the masks whose pads are known.
+    policy = with_masks(
+        recording.policy,
+        lambda mask: None if isinstance(mask, AdditiveMask) and mask.dealt else mask,
+    )
     return replace(recording, policy=policy, sessions=sessions)
 
 
@@ -393,33 +400,38 @@ def with_masks(policy: Policy, change: Callable[[Mask], Mask | None]) -> Policy:
     return policy.model_copy(update={"operators": operators})
 
 
-def _summed(first: Trace, second: Trace) -> Trace:
-    """Add every request to the second service to the one to the first that it belongs to.
+def _unmasked(pads: dict[str, list[torch.Tensor]], service: Trace, *dealers: Trace) -> Trace:
+    """Take from what the service got the pads that the dealer got seeds of, now or before.
 
-    Requests keep their order, and those that are no shares go to the first service alone.
+    `pads`: rows by site, of earlier sessions that none has used. Which row hides which is not
+    written down: the right one leaves a small number.
     """
-    shares = [read_frames(frames) for frames in second.messages]
+    for frames in chain.from_iterable(dealer.messages for dealer in dealers):
+        request = read_frames(frames)
+        if isinstance(request, RingLinearRequest | RingLMHeadRequest):
+            pads.setdefault(_site(request), []).extend(to_torch(request.elements))
     messages: list[tuple[bytes, ...]] = []
-    for frames in first.messages:
-        request, other = read_frames(frames), shares[0] if shares else None
-        if (
-            isinstance(request, RingLinearRequest)
-            and isinstance(other, RingLinearRequest)
-            and (request.layer_idx, request.module_names) == (other.layer_idx, other.module_names)
-            and request.elements.shape == other.elements.shape
-        ):
-            del shares[0]
-            # Shares are added modulo 2^32.
-            elements = to_torch(request.elements) + to_torch(other.elements)
-            whole = request.model_copy(update={"elements": from_torch(elements)})
-            summed = encode_request(whole, len(messages) + 1, 1)
-            messages.append(tuple(bytes(frame) for frame in summed))
-        else:
-            messages.append(frames)
-    TraceError.unless(
-        not shares,
-        "shares",
-        f"{len(shares)} requests to the second service alone",
-        "none",
-    )
-    return Trace(tuple(messages), first.added)
+    for sent in service.messages:
+        frames, request = sent, read_frames(sent)
+        if isinstance(request, RingLinearRequest | RingLMHeadRequest):
+            left = pads.get(_site(request), [])
+            plain_TI = torch.stack([_plain(row_I, left) for row_I in to_torch(request.elements)])
+            whole = request.model_copy(update={"elements": from_torch(plain_TI)})
+            crossed = encode_request(whole, len(messages) + 1, 1)
+            frames = tuple(bytes(frame) for frame in crossed)
+        messages.append(frames)
+    return Trace(tuple(messages), service.added)
+
+
+def _site(request: RingLinearRequest | RingLMHeadRequest) -> str:
+    return request.model_dump_json(exclude={"elements"})
+
+
+def _plain(row_I: torch.Tensor, pads: list[torch.Tensor]) -> torch.Tensor:
+    """Return a row without its pad, which is used up. Raises TraceError where none fits."""
+    for index, pad_I in enumerate(pads):
+        plain_I = row_I - pad_I
+        if int(plain_I.long().abs().max()) <= LARGEST_INPUT:
+            del pads[index]
+            return plain_I
+    raise TraceError("dealt pads", got="a row that none of them fits", expected="one")

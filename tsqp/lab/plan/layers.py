@@ -39,9 +39,10 @@ from tee_side.engine.engine import Engine, EngineSettings
 from tee_side.model.operators import MicroBatchOperators, load_tee_model
 from tee_side.policy.placement import Policy
 from tee_side.protect.pads.bank_files import BankPlace
+from tee_side.protect.pads.source import Pads
 from tsqp.lab.bench.job import pad_phases
-from tsqp.lab.bench.prepare import pad_making
-from tsqp.lab.bench.results import OperatorCost
+from tsqp.lab.bench.prepare import pad_dealing, pad_making
+from tsqp.lab.bench.results import OperatorCost, PadMaking
 from tsqp.lab.bench.worker import Collector
 from tsqp.lab.measure import random_ids, rounds
 from tsqp.lab.plan.costs import (
@@ -106,7 +107,7 @@ def measure(
         return Costs(
             layers.prefill(),
             layers.decode(),
-            pad_making(model, policy, bank.parent) if bank else None,
+            layers.pads(model, policy, bank),
         )
 
 
@@ -157,6 +158,16 @@ class _Layers:
             for index in range(settings.micro_batches)
         ]
 
+    def pads(self, model: Path, policy: Policy, bank: Path | None) -> PadMaking | None:
+        """Measure the making of pads, where the policy needs any."""
+        if dealt := self._dealt:
+            return pad_dealing(policy, dealt[0])
+        return pad_making(model, policy, bank.parent) if bank else None
+
+    @property
+    def _dealt(self) -> list[Pads]:
+        return [pads for pads in self._assembly.pads.values() if pads.dealing is not None]
+
     # --------------------------------------------------------------------------------- phases
 
     def prefill(self) -> list[Step]:
@@ -196,8 +207,14 @@ class _Layers:
         sequence = engine.add(prompt, max_new_tokens=1, eos_token_ids=frozenset())
         traces = []
         while sequence.finish_reason is None:
-            traces.append(self._tracer.step(engine.step))
+            traces.append(self._step(engine))
         return traces
+
+    def _step(self, engine: Engine) -> Sections:
+        """Run a step, whose pads have been dealt before, where dealers multiply them."""
+        for pads in self._dealt:
+            pads.stock_up()
+        return self._tracer.step(engine.step)
 
     def _prompts(self, tokens: int, lanes: Lanes) -> list[list[Sections]]:
         self._run_prompt(tokens, lanes)
@@ -231,7 +248,7 @@ class _Layers:
 
     def _steps(self, batch: int, lanes: Lanes) -> list[Sections]:
         engine = self._started(batch, lanes)
-        return [self._tracer.step(engine.step) for _ in range(_DECODE_STEPS)]
+        return [self._step(engine) for _ in range(_DECODE_STEPS)]
 
     # ------------------------------------------------------------------------------- observed
 

@@ -108,13 +108,13 @@ class Bench:
     def found(
         self, step_tokens: int = 512, guesses: int = 0
     ) -> list[tuple[str, bool, dict[int, tuple[int, int]]]]:
-        """Return the parts of a step: phase, withheld, own tokens and guesses by sequence."""
+        """Return the parts of a step: phase, pads, own tokens and guesses by sequence."""
         found = []
         for part in self.compose(fail_step, step_tokens, guesses):
             rows = part.rows
             assert len(part.batch.token_ids_T) == sum(len(r.take.ids) for r in rows)
             counts = {self.sequences.index(r.sequence): (r.tokens, r.take.drafts) for r in rows}
-            found.append((part.phase, part.withheld, counts))
+            found.append((part.phase, part.pads, counts))
         return found
 
 
@@ -175,7 +175,7 @@ def test_those_that_get_no_pads_are_computed_here_or_refused_and_the_others_go_o
     here.stock(2)
     here.decode(4)
     first, rest = dict.fromkeys((0, 1), (1, 0)), dict.fromkeys((2, 3), (1, 0))
-    assert here.found() == [("decode", False, first), ("decode", True, rest)]
+    assert here.found() == [("decode", "stock", first), ("decode", "none", rest)]
     # A step that is computed here is counted once.
     assert (here.pads.in_tee, here.pads.waited) == (1, 0)
     assert here.pads.store.available == 2
@@ -199,7 +199,7 @@ def test_a_prompt_gets_pads_for_all_of_its_rows_or_for_none(saved_model: Models)
     bench.stock(9)
     bench.prompt(10)
     bench.prompt(9)
-    assert bench.found() == [("prefill", True, {0: (10, 0)}), ("prefill", False, {1: (9, 0)})]
+    assert bench.found() == [("prefill", "none", {0: (10, 0)}), ("prefill", "stock", {1: (9, 0)})]
     bench.pads.when_out = "fail"
     refuse = Mock()
     (part,) = bench.compose(refuse)
@@ -236,7 +236,7 @@ def _batch(tee: Tee, *parts: tuple[int, int]) -> Batch:
 def _mixed(tee: Tee) -> list[Part]:
     """Rows of every table: two that decode, ten of a prompt, one that gets no pads."""
     decode, prompt, withheld = (_batch(tee, *p) for p in ([(1, 0)] * 2, [(10, 0)], [(1, 0)]))
-    return [Part(decode, "decode"), Part(prompt, "prefill"), Part(withheld, "decode", True)]
+    return [Part(decode, "decode"), Part(prompt, "prefill"), Part(withheld, "decode", "none")]
 
 
 def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
@@ -254,10 +254,10 @@ def test_each_part_runs_on_its_own_table_and_lane_and_the_largest_is_cut(
     one, two, three, four, *_ = tee.lanes
     assert [lane.spare for lane in tee.lanes[:4]] == [False, False, True, True]
     assert sorted(seen, key=lambda one: one[0]) == [
-        (1, four.tables["decode", True]),
-        (2, one.tables["decode", False]),
-        (5, two.tables["prefill", False]),
-        (5, three.tables["prefill", False]),
+        (1, four.tables["decode", "none"]),
+        (2, one.tables["decode", "stock"]),
+        (5, two.tables["prefill", "stock"]),
+        (5, three.tables["prefill", "stock"]),
     ]
     # Side by side they give what each gives alone.
     for part, found in zip(_mixed(tee), together, strict=True):

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from tee_side.native import kernels as compiled_ops
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.sites import IntegerSites, load_biases
 from tee_side.remote.call import RunParts, run
-from tee_side.words import PHASES
+from tee_side.words import PHASES, PadsFrom
 from tests.kit.kernels import KERNELS, using_kernels
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
@@ -129,13 +129,19 @@ def _placed(operators: dict[str, Any]) -> Tables:
 
 
 def test_pads_are_drawn_in_their_own_phase_and_not_where_they_are_withheld() -> None:
-    leaves, stays = (
-        _placed({"lm_head": PAD, "o_proj": PAD})["decode", withheld] for withheld in (False, True)
-    )
+    tables = _placed({"lm_head": PAD, "o_proj": PAD})
+    leaves, stays = tables["decode", "stock"], tables["decode", "none"]
+    assert tables["decode", "dealers"] is leaves
     assert [[mask.name for mask in table.masks] for table in (leaves, stays)] == [["pad"], []]
     assert (leaves.head_apart, stays.head_apart) == (True, False)
     phases = _placed({"o_proj": [TEE | {"phase": "prefill"}, PAD | {"phase": "decode"}]})
-    assert [bool(phases[phase, False].masks) for phase in PHASES] == [False, True]
+    # One that is dealt is not drawn from the stock where dealers multiply as it is used.
+    dealt = PAD | {"mask": {"name": "pad", "pads": "dealt"}}
+    both = _placed({"lm_head": dealt, "o_proj": PAD})
+    drawn = [{mask.described() for mask in both["prefill", at].masks} for at in get_args(PadsFrom)]
+    assert drawn == [{"pad", 'pad pads="dealt"'}, {"pad"}, set()]
+    assert [both["prefill", at].head_apart for at in get_args(PadsFrom)] == [True, False, False]
+    assert [bool(phases[phase, "stock"].masks) for phase in PHASES] == [False, True]
 
 
 # How far sums in another order may be apart, and one rounding more, relative to the largest value.

@@ -23,7 +23,14 @@ from tee_side.protect.pads.background_maker import (
     Load,
     missing,
 )
-from tee_side.protect.pads.source import MANY_ROWS, PadLane, Pads, WhenOut, fill_pads
+from tee_side.protect.pads.source import (
+    MANY_ROWS,
+    PadLane,
+    Pads,
+    WhenOut,
+    fill_pads,
+    multiply_here,
+)
 from tee_side.protect.pads.store import MemoryStore, PadStore
 from tee_side.protect.randomness import Keystream
 from tee_side.protect.sites import IntegerSites, PadLayout, SiteShape
@@ -291,8 +298,9 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     store = MemoryStore(PadLayout.of(config, [(n, op) for n in range(3) for op in PROJECTIONS]), 64)
     told = list[int]()
     weights = source.read_weights(checkpoint, config, "int8")
-    fill_pads(Pad(), weights, store, count, told.append)
-    fill_pads(Pad(), weights, store, 1)
+    multiply = multiply_here(Pad(), weights)
+    fill_pads(multiply, store, count, told.append)
+    fill_pads(multiply, store, 1)
     assert told == [count] * 15
     assert store.available == count + 1
     indices = store.take(count)
@@ -317,7 +325,7 @@ def test_what_makes_no_pads_leaves_no_batch_behind(saved_model: Models) -> None:
         weights = source.read_weights(checkpoint, config, "int8", sites)
         for _ in range(2):  # however often they are asked for
             with pytest.raises(error, match=match):
-                fill_pads(Pad(), weights, store, tokens)
+                fill_pads(multiply_here(Pad(), weights), store, tokens)
         assert (store.available, store.room) == (0, 4)
 
     refused(ValueError, "got 5 to fill", 5)

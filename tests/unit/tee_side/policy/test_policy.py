@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from protocol.errors import PolicyError
 from tee_side.policy.placement import Placement, Policy, builtin_policies, load_policy
-from tee_side.protect.masks.mask import Pad, Shares
+from tee_side.protect.masks.mask import Pad
 from tee_side.words import OPERATORS, LayerRange
 from tests.kit.model import CLEAR, policy_of
 from tests.kit.rows import each_row
@@ -38,7 +38,7 @@ STIP, CLOAK = under("stip-segment"), under("cloak-segment")
 PROTECTED = {
     "shielded": ("pad", LINEAR | {"lm_head"}),
     "shielded-prefill": ("pad", LINEAR | {"lm_head"}),
-    "two-server": ("shares", LINEAR),
+    "dealt": ("pad", LINEAR | {"lm_head"}),
 }
 
 
@@ -106,11 +106,13 @@ REFUSED: list[tuple[Changes, Changes, str, str]] = [
     *(
         ({operator: under(mask)}, {"arithmetic": said}, operator, f'arithmetic = "{said}"')
         for operator, mask, said in (
-            ("o_proj", "shares", "float"),
+            ("o_proj", "pad", "float"),
             ("down_proj", "row-mix", "int8"),
         )
     ),
     ({"o_proj": [under("pad", layers="4-")]}, {}, "o_proj: layers 4-", 'arithmetic = "float"'),
+    ({"o_proj": under("shares")}, INT8, "o_proj: mask", "'shares'"),
+    ({"o_proj": under(of("pad", pads="owner"))}, INT8, "o_proj: mask: pad: pads", "'owner'"),
     ({"o_proj": CLEAR | {"verify": "hash"}}, {}, "o_proj: verify", "'hash'"),
     (
         {"o_proj": [TEE | {"phase": "prefill", "verify": "freivalds"}]},
@@ -234,11 +236,14 @@ def test_a_copy_that_was_not_validated_states_its_protection_too() -> None:
 
 
 def test_a_policy_written_in_python_is_refused_by_an_error_of_ours() -> None:
-    leaves = Placement(place="gpu", layers=LayerRange(1, None), mask=Shares(), verify="none")
+    leaves = Placement(
+        place="gpu", layers=LayerRange(1, None), mask=Pad(pads="dealt"), verify="none"
+    )
     stays = Placement(place="tee", layers=LayerRange(0, 0))
     assert policy_of({"o_proj": (stays, leaves)}, **INT8).at("o_proj", 1, "decode") == leaves
-    both = {"o_proj": under("shares"), "down_proj": under("pad")}
+    both = {"o_proj": under(of("pad", pads="dealt")), "down_proj": under("pad")}
     assert policy_of(both, **INT8).services == 2
+    assert policy_of({"o_proj": under("pad")}, **INT8).services == 1
     with pytest.raises(PolicyError, match=r"^policy: name: got nothing, expected a value$"):
         Policy(summary="s", operators=dict.fromkeys(OPERATORS, "tee"))  # type: ignore[call-arg]
 
@@ -257,8 +262,9 @@ def test_a_policy_file_is_found_by_its_path_and_refused_with_it(
         "published",
     )
     assert load_policy("published.toml").operators == load_policy("shielded").operators
-    with pytest.raises(PolicyError, match="expected its new name, 'published-permuted'"):
-        load_policy("tsqp-permuted")
+    for old, new in (("tsqp-permuted", "published-permuted"), ("two-server", "dealt")):
+        with pytest.raises(PolicyError, match=f"expected its new name, '{new}'"):
+            load_policy(old)
     path = tmp_path / "p.toml"
     for text, message in (
         (
@@ -281,10 +287,10 @@ class Unbroken(RowMix):
 
 
 UNIFORM = "the GPU sees uniform random numbers, lengths and timing"
-EACH = "each GPU service sees uniform random numbers, lengths and timing"
+EACH = "each of GPU and dealer sees uniform random numbers, lengths and timing"
 HONEST = "; results are not verified, so this holds against a service that computes honestly"
 RECOVERED = "from which the prompt and the answer can be recovered"
-APART = "as long as the two services do not collude and their links are encrypted"
+APART = "as long as service and dealer do not collude, now or later, and links are encrypted"
 PUBLIC = "broken where the weights are public (tsqp masks says how)"
 SHUFFLED = "the token ids of prompt and answer themselves, in random order among dummies"
 
@@ -293,25 +299,25 @@ NEARLY = (
     "; results are verified within a tolerance, and a service that lies by more is asked no more"
 )
 WITHIN = "the GPU sees activations under unbroken, pad, not known to be broken; lengths and timing"
-PADS, SHARES = under(Pad()), under(Shares())
+PADS, DEALT = under(Pad()), under(Pad(pads="dealt"))
 CHECKED = under(Pad(), verify="freivalds")
 
 
 @each_row(
     ("placed", "line"),
     [
-        ({"o_proj": PADS, "down_proj": SHARES}, f"{EACH}, {APART}{HONEST}"),
+        ({"o_proj": PADS, "down_proj": DEALT}, f"{EACH}, {APART}{HONEST}"),
         (
             {
                 "embedding": under(RowPermutation()),
                 "attn_scores": CLEAR,
                 "attn_values": under(RowMix()),
                 "o_proj": PADS,
-                "down_proj": SHARES,
+                "down_proj": DEALT,
             },
             f"the GPU sees {SHUFFLED} (row-permutation); queries and keys in the clear -"
             f" {RECOVERED}; activations under row-mix, which is {PUBLIC}; activations under pad,"
-            f" shares, not known to be broken, {APART}",
+            f" not known to be broken, {APART}",
         ),
         (
             {"attn_values": CLEAR, "o_proj": PADS},
@@ -341,8 +347,8 @@ def test_what_a_policy_discloses_is_complete_and_worst_first(placed: Changes, li
 
 
 def test_links_in_the_clear_are_said_to_give_everything_away() -> None:
-    line = leakage_summary(load_policy("two-server"), links_encrypted=False) or ""
-    assert "an observer of both links, which are NOT encrypted, reads prompt and answer" in line
+    line = leakage_summary(load_policy("dealt"), links_encrypted=False) or ""
+    assert "an observer of all links, which are NOT encrypted, reads prompt and answer" in line
     assert "as long as" not in line
     shielded = load_policy("shielded")
     assert leakage_summary(shielded, links_encrypted=False) == leakage_summary(shielded)

@@ -25,7 +25,6 @@ from tee_side.protect.masks.mask import (
     MaskKey,
     Pad,
     Seed,
-    Shares,
     in_the_clear,
 )
 from tee_side.protect.randomness import MAX_KEYSTREAM_BYTES, Keystream, Randomness, derive_key
@@ -219,28 +218,29 @@ INTEGERS = "int32 .{}. to send, expected int32 .rows, 4., at most 3 rows"
                 (lambda x: Masked((Seed(bytes(32), (3, 4)),), _same), "got int32 .3, 4. to send"),
             )
         ),
-        (Shares(), lambda x: _seed(x, 31), "a seed of 31 bytes, expected 32"),
-        (Shares(), lambda x: _seed(x, 33), "a seed of 33 bytes, expected 32"),
-        (Shares(), lambda x: _seed(x, rows=2), INTEGERS.format("2, 4")),
-        (Shares(), lambda x: _seed(x, features=3), INTEGERS.format("3, 3")),
-        (Shares(), lambda x: Masked((x,), _same), "got 1 tensors to send, expected 2"),
+        (Pad(), lambda x: _seed(x, 31), "a seed of 31 bytes, expected 32"),
+        (Pad(), lambda x: _seed(x, 33), "a seed of 33 bytes, expected 32"),
+        (Pad(), lambda x: _seed(x, rows=2), INTEGERS.format("2, 4")),
+        (Pad(), lambda x: _seed(x, features=3), INTEGERS.format("3, 3")),
+        (Pad(), lambda x: Masked((x,), _same), "got 1 tensors to send, expected 2"),
     ],
 )
 def test_what_must_not_cross_is_refused_before_it_is_sent(
     mask: Mask | None, masked: Callable[[Tensor], Any], said: str
 ) -> None:
-    x, name = X.int() if isinstance(mask, Shares) else X, mask.name if mask else "no mask"
-    rules = MaskRules(mask)
+    x, name = X.int() if isinstance(mask, Pad) else X, mask.name if mask else "no mask"
+    rules = MaskRules(mask, dealers=int(isinstance(mask, Pad)))
     with pytest.raises(MaskError, match=f"{name}: o_proj: (got )?{said}"):
         rules.check_sent("o_proj", x, masked(x))
 
 
-def test_tensors_or_seeds_may_be_sent_and_seeds_of_rows_of_a_layer_alone() -> None:
-    x, rules = X.int(), MaskRules(Shares())
+def test_tensors_or_seeds_may_be_sent_and_seeds_of_rows_of_what_has_weights_alone() -> None:
+    x, rules = X.int(), MaskRules(Pad(), dealers=1)
     for sent in ((x, x), (x, Seed(bytes(32), (3, 4))), (Seed(bytes(32), (3, 4)), x)):
         rules.check_sent("o_proj", x, Masked(sent, torch.add))
-    with pytest.raises(MaskError, match="lm_head: got a seed, expected one of rows of a layer's l"):
-        rules.check_sent("lm_head", x, _seed(x))
+    rules.check_sent("lm_head", x, _seed(x))
+    with pytest.raises(MaskError, match="embedding: got a seed, expected one of rows of a linear"):
+        rules.check_sent("embedding", x, _seed(x))
     # No more rows than the reply has room for: an honest service would be barred for it.
     for mask, most in ((RowPermutation(), 2 * 3 + 4096), (Pad(), 3), (None, 3)):
         rules = MaskRules(mask)

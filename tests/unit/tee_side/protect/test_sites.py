@@ -209,7 +209,7 @@ class Parts:
         self.x = torch.randn(rows, 130).to(dtype)
 
     def padded(self, *, checked: bool = True) -> PaddedSite:
-        words = {7: (self.factors.r, self.factors.u)}
+        words = {7: (self.factors.r, self.factors.u, ())}
         pads: Any = SimpleNamespace(words=lambda site, _: words[site])
         return PaddedSite(self.site, 7, pads, self.check if checked else None)
 

@@ -190,7 +190,7 @@ def test_weights_other_than_those_met_before_are_refused(model: SavedModel) -> N
     held = load_quantized(checkpoint, config, 1, "o_proj")
     integers.take_scales((1, "o_proj"), replace(held, scale=held.scale * 1.01))
     with pytest.raises(ModelError, match="o_proj in layer 1: scales of the weights"):
-        _secrets(model, load_policy("two-server"), integers)
+        _secrets(model, load_policy("dealt"), integers)
 
 
 def test_nothing_that_the_trusted_side_runs_looks_at_the_environment() -> None:

@@ -103,8 +103,8 @@ def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
     channel = Lying(model.directory, lambda y: y, at=-1)
     tee = model.tee(policy_of(placed, one_rpc_per_module=alone), channels=[channel])
     x = torch.randn(3, 48)
-    here = run(model.tee("tee-only").lanes[0].tables["decode", False].qkv_proj[0](x))
-    found = run(tee.lanes[0].tables["decode", False].qkv_proj[0](x))
+    here = run(model.tee("tee-only").lanes[0].tables["decode", "stock"].qkv_proj[0](x))
+    found = run(tee.lanes[0].tables["decode", "stock"].qkv_proj[0](x))
     torch.testing.assert_close(found, here, rtol=0, atol=1e-4)
     sent = [one for one in channel.requests if isinstance(one, LinearRequest)]
     assert len(sent) == (3 if alone else 1)
@@ -114,13 +114,13 @@ def test_under_a_row_mask_modules_share_their_rows_and_biases_stay(
     # A reply with the plain number of rows is of another form.
     channel.tell(lambda y: y[:3])
     with pytest.raises(ReplyError, match=r"got float32 \[3, .*\], expected float32 \[6, "):
-        run(tee.lanes[0].tables["decode", False].qkv_proj[0](x))
+        run(tee.lanes[0].tables["decode", "stock"].qkv_proj[0](x))
 
 
-def test_what_is_not_shared_goes_to_one_service(saved_model: Models) -> None:
-    placed = {"qkv_proj": CLEAR | {"mask": "shares"}, "o_proj": CLEAR}
+def test_what_no_dealer_multiplies_for_goes_to_the_service_alone(saved_model: Models) -> None:
+    placed = {"qkv_proj": CLEAR | {"mask": {"name": "pad", "pads": "dealt"}}, "o_proj": CLEAR}
     tee = saved_model("llama").tee(policy_of(placed, arithmetic="int8"))
-    generate(tee)
+    tee.logits([1, 2, 3], pads="dealers")
     first, second = (len(channel.requests) for channel in tee.channels)
     assert first == 2 * second > 0
 
@@ -136,7 +136,7 @@ def test_requests_are_prepared_once_for_a_row_count_and_their_number_is_bounded(
 
     monkeypatch.setattr("tee_side.remote.call.MAX_PREPARED", 2)
     monkeypatch.setattr("tee_side.remote.call.PreparedRequest", prepare)
-    call = saved_model("llama").tee("attention-in-tee").lanes[0].tables["decode", False].o_proj[0]
+    call = saved_model("llama").tee("attention-in-tee").lanes[0].tables["decode", "stock"].o_proj[0]
     for rows in (1, 2, 1, 2, 3, 3, 1):
         assert run(call(torch.randn(rows, 96))).shape == (rows, 48)
     assert made == [1, 2, 3, 1]

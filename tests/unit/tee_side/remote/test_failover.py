@@ -372,9 +372,9 @@ def test_a_request_that_was_interrupted_on_its_way_ends_its_connection(world: Wo
 def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
     world.add("a", "b", "c")
     services = world.connect(
-        ReplicaGroup(1, 0, 1, ("a",)),
-        ReplicaGroup(1, 2, 3, ("b",)),
-        ReplicaGroup(2, 0, 3, ("c",)),
+        ReplicaGroup(0, 0, 1, ("a",)),
+        ReplicaGroup(0, 2, 3, ("b",)),
+        ReplicaGroup(1, 0, 3, ("c",)),
         layers=4,
     )
     asked = [[call(channel, ask()).endpoint for channel in services.at(n)] for n in range(4)]
@@ -384,13 +384,20 @@ def test_each_layer_and_share_is_asked_where_it_is(world: World) -> None:
     assert services.connected == 3
 
 
+ONCE = "--gpu: got a and b, one and the same, expected each service once"
+OWNERS = (
+    "--dealer: got a and b, one and the same, expected services of two owners, who do not collude"
+)
+
+
 @each_row(
     ("groups", "said"),
     [
         # Else one that lied would be asked again under its other name.
-        ([ReplicaGroup(1, 0, 0, ("a", "b"))], "each service once"),
-        ([ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(1, 1, 1, ("b",))], "each service once"),
-        ([ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(2, 0, 0, ("b",))], "two that do not collude"),
+        ([ReplicaGroup(0, 0, 0, ("a", "b"))], ONCE),
+        ([ReplicaGroup(0, 0, 0, ("a",)), ReplicaGroup(0, 1, 1, ("b",))], ONCE),
+        # Or be service and dealer.
+        ([ReplicaGroup(0, 0, 0, ("a",)), ReplicaGroup(1, 0, 0, ("b",))], OWNERS),
     ],
 )
 def test_one_process_at_two_endpoints_is_refused(groups: list[ReplicaGroup], said: str) -> None:
@@ -398,7 +405,7 @@ def test_one_process_at_two_endpoints_is_refused(groups: list[ReplicaGroup], sai
     world.add("a", "b", instance="one")
     with pytest.raises(SettingsError) as caught:
         world.connect(*groups, layers=2)
-    assert str(caught.value) == f"--gpu: got a and b, one and the same, expected {said}"
+    assert str(caught.value) == said
 
 
 @each_row(
@@ -429,7 +436,7 @@ def test_every_group_is_waited_for(world: World, clock: Any) -> None:
     _, b = world.add("a", "b")
     b.up, b.comes_back = False, clock.now + 3.0
     services = world.connect(
-        ReplicaGroup(1, 0, 0, ("a",)), ReplicaGroup(1, 1, 1, ("b",)), layers=2, connect_s=10.0
+        ReplicaGroup(0, 0, 0, ("a",)), ReplicaGroup(0, 1, 1, ("b",)), layers=2, connect_s=10.0
     )
     assert call(services.at(1)[0], ask()).endpoint == "b"
 

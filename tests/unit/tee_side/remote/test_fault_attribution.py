@@ -26,7 +26,7 @@ from protocol.model.config import read_config
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
 from tee_side.policy.placement import Policy
-from tee_side.protect.masks.mask import Mask, Shares
+from tee_side.protect.masks.mask import Mask, Pad
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Claim, rows_of_part
 from tee_side.protect.sites import IntegerSites, Weights
@@ -94,9 +94,9 @@ def _call(
     timeout_s: float | None = None,
 ) -> torch.Tensor:
     tee = model.tee(policy, channels=list(channels))
-    (lane,) = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s or math.inf)
+    lane, *_ = tee.assembly.lanes(lambda _layer: list(channels), timeout_s=timeout_s or math.inf)
     size = 96 if operator == "o_proj" else 48
-    found = getattr(lane.tables["decode", False], operator)
+    found = getattr(lane.tables["decode", "dealers"], operator)
     return run((found if operator == "lm_head" else found[1])(torch.ones(3, size)))
 
 
@@ -152,9 +152,9 @@ BOTH = "o_proj in layer 1 at tcp://a:1 or tcp://b:1"
     ("mask", "found", "raised", "where", "barred", "logged"),
     [
         # A liar that can also spoil the disk must not get away, and the run must not go on.
-        (Shares(), DISK, VerificationError, BOTH, 2, True),
+        (Pad(pads="dealt"), DISK, VerificationError, BOTH, 2, True),
         # To find out takes reading a weight: that is not begun after the deadline.
-        (Shares(), LATE, VerificationError, BOTH, 2, True),
+        (Pad(pads="dealt"), LATE, VerificationError, BOTH, 2, True),
         (RowMix(), LATE, VerificationError, "o_proj in layer 1 at tcp://a:1", 1, True),
         # In the clear the only answer is the lie, and nothing is read for it.
         (None, DISK, VerificationError, "o_proj in layer 1 at tcp://a:1", 1, False),

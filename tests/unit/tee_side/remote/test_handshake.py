@@ -231,14 +231,14 @@ POLICY = policy_of({"o_proj": CLEAR | {"place": "attested"}}, service={"attested
 def test_links_of_attested_services_have_a_key_each() -> None:
     for endpoint in ("tcp://127.0.0.1:1", "unix:///gpu", "shm:///gpu"):
         specs = [ServiceSpec.parse(endpoint)]
-        check_links(specs, [None], policy_of({"o_proj": CLEAR}), shares_in_the_clear=False)
+        check_links(specs, [None], policy_of({"o_proj": CLEAR}), dealer_in_the_clear=False)
         with pytest.raises(SettingsError, match="without keys, expected --identity"):
-            check_links(specs, [None], POLICY, shares_in_the_clear=False)
+            check_links(specs, [None], POLICY, dealer_in_the_clear=False)
     specs = [ServiceSpec.parse(text) for text in ("tcp://a:1=0-1", "tcp://b:1=2-")]
     other = ClientKeys(SECRET, zmq.curve_keypair()[0])
-    check_links(specs, [KEYS, other], POLICY, shares_in_the_clear=False)
+    check_links(specs, [KEYS, other], POLICY, dealer_in_the_clear=False)
     with pytest.raises(SettingsError, match="got one for several services"):
-        check_links(specs, [KEYS, KEYS], POLICY, shares_in_the_clear=False)
+        check_links(specs, [KEYS, KEYS], POLICY, dealer_in_the_clear=False)
 
 
 def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_run_needs_to_know_what_services_must_be(tmp_path: Path) -> None:
 def test_each_connection_is_appraised_and_one_that_failed_is_asked_no_more() -> None:
     world = World()
     (service,) = world.add(WHERE)
-    group, seen = ReplicaGroup(1, 0, 0, (WHERE,)), list[tuple[str, bytes, bytes]]()
+    group, seen = ReplicaGroup(0, 0, 0, (WHERE,)), list[tuple[str, bytes, bytes]]()
     refuses = False
 
     def appraise(endpoint: str, stated: bytes, nonce: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`--gpu`: what may be written, what goes together, and on which links; how large replies are."""
+"""`--gpu`, `--dealer`: what may be written, what goes together, on which links; reply sizes."""
 
 import re
 from collections.abc import Sequence
@@ -21,23 +21,27 @@ from tee_side.protect.masking import MaskRules
 from tee_side.remote.services.plan import (
     ReplicaGroup,
     ServiceSpec,
-    assign_shares,
     check_links,
+    dealer_names,
     init_reply_bytes,
     largest_reply,
     plan_services,
+    read_services,
 )
 from tee_side.words import LayerRange
 from tests.kit.model import CLEAR, Models, policy_of
 from tests.kit.rows import each_row
 
 A, B, C, D = (f"tcp://{name}:1" for name in "abcd")
-TWO = load_policy("two-server")
+DEALT = load_policy("dealt")
 
 
 def _plan(policy: str, layers: int, *texts: str) -> list[ReplicaGroup]:
-    specs = [ServiceSpec.parse(text) for text in texts]
-    return list(plan_services(specs, load_policy(policy), layers))
+    """Plan services, and dealers, which have a + in front."""
+    named = {
+        dealt: tuple(t[dealt:] for t in texts if t.startswith("+") == dealt) for dealt in (0, 1)
+    }
+    return list(plan_services(read_services(named[0], named[1], load_policy(policy)), layers))
 
 
 @each_row(
@@ -46,10 +50,10 @@ def _plan(policy: str, layers: int, *texts: str) -> list[ReplicaGroup]:
         (A, ServiceSpec(A)),
         (f"{A}=8-", ServiceSpec(A, LayerRange(8, None))),
         ("tcp://[::1]:5=0-1", ServiceSpec("tcp://[::1]:5", LayerRange(0, 1))),
-        ("ivshmem:///m,2:5=0-1,share=2", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1), 2)),
+        ("ivshmem:///m,2:5=0-1", ServiceSpec("ivshmem:///m,2:5", LayerRange(0, 1))),
         # A path may hold what looks like the rest.
         ("unix:///run/a=b,c/s", ServiceSpec("unix:///run/a=b,c/s")),
-        ("unix:///c/columns=1/s,share=1", ServiceSpec("unix:///c/columns=1/s", share=1)),
+        ("unix:///c/columns=1/s", ServiceSpec("unix:///c/columns=1/s")),
     ],
 )
 def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
@@ -61,18 +65,19 @@ def test_what_may_be_written(text: str, spec: ServiceSpec) -> None:
     "text",
     [
         *(f"{A}{rest}" for rest in ("=", "=a", "=-3", "=1-2-3", "=5-3", "=99999", ",x=1")),
-        *(f"{A},share={rest}" for rest in ("3", "0", "", "1=0-7")),
+        *(f"{A},share={rest}" for rest in ("1", "", "1=0-7")),
         *(f"{A},columns={rest}" for rest in ("0/2", "0/2,share=1", "")),
-        *("unix:///s,share", "unix:///s,share=1,share=1"),
-        *("unix:///s,columns=0/2", "unix:///s=0-7,columns=0/2"),
-        *("https://a=b", "https://a/b,c", "http://a:1=x", "http://a,share=3"),
+        *("unix:///s,share=1", "unix:///s,columns=0/2", "unix:///s=0-7,columns=0/2"),
+        *("https://a=b", "https://a/b,c", "http://a:1=x"),
     ],
 )
 def test_what_may_not(text: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        ServiceSpec.parse(text)
-    assert (caught.value.where, caught.value.got) == ("--gpu", repr(text))
+        ServiceSpec.parse(text, "--dealer")
+    assert (caught.value.where, caught.value.got) == ("--dealer", repr(text))
     assert ("--tensor-parallel N" in caught.value.expected) == ("columns" in text)
+    of_before = "share" in text and "columns" not in text
+    assert ("--dealer who multiplies" in caught.value.expected) == of_before
 
 
 @each_row(
@@ -80,101 +85,105 @@ def test_what_may_not(text: str) -> None:
     [
         ("tee-only", "a", ""),
         # The same layers stand in for each other, however they are written.
-        ("shielded", "a=0-3 b c=0-,share=1", "layers 0-3: a b c"),
+        ("shielded", "a=0-3 b c=0-", "layers 0-3: a b c"),
         ("published", "a=2- b=0-1 c=2-3 d=0-1", "layers 0-1: b d; layers 2-3: a c"),
-        # Shares of two go by position, within the same layers, and of more are said.
-        ("two-server", "a=0- b=0-3", "layers 0-3, share 1 of 2: a; layers 0-3, share 2 of 2: b"),
+        # Dealers of the same layers add up.
+        ("dealt", "a=0- c +b=0-3", "layers 0-3: a c; layers 0-3, pads of dealer 1: b"),
         (
-            *("two-server", "d,share=2 a,share=1 c,share=1 b,share=2"),
-            "layers 0-3, share 1 of 2: a c; layers 0-3, share 2 of 2: d b",
+            *("dealt", "a +b +c"),
+            "layers 0-3: a; layers 0-3, pads of dealer 1: b; layers 0-3, pads of dealer 2: c",
         ),
-        # The layers of a share may be spread otherwise than those of the other.
         (
-            *("two-server", "a=0-1,share=1 b=2-,share=1 c,share=2"),
-            "layers 0-1, share 1 of 2: a; layers 2-3, share 1 of 2: b; layers 0-3, share 2 of 2: c",
+            "dealt",
+            "a +b=0-1 +c +d=2-",
+            "layers 0-3: a; layers 0-1, pads of dealer 1: b; layers 2-3,"
+            " pads of dealer 1: d; layers 0-3, pads of dealer 2: c",
+        ),
+        # The layers of a dealer may be spread otherwise than those of the service.
+        (
+            *("dealt", "a=0-1 b=2- +c=0-2 +d=3"),
+            "layers 0-1: a; layers 2-3: b; layers 0-2, pads of dealer 1: c; layers 3, pads of"
+            " dealer 1: d",
         ),
     ],
 )
-def test_services_are_grouped_by_share_and_layers(policy: str, texts: str, groups: str) -> None:
-    found = _plan(policy, 4, *(f"tcp://{text[0]}:1{text[1:]}" for text in texts.split()))
+def test_services_are_grouped_by_owner_and_layers(policy: str, texts: str, groups: str) -> None:
+    found = _plan(policy, 4, *(_written(text) for text in texts.split()))
     said = [f"{one}: {' '.join(endpoint[6] for endpoint in one.endpoints)}" for one in found]
     assert "; ".join(said) == groups
-    assert all(group.shares == load_policy(policy).services for group in found)
+
+
+def _written(text: str) -> str:
+    name, dealt = text.lstrip("+"), "+" * text.startswith("+")
+    return dealt + (name if "://" in name else f"tcp://{name[0]}:1{name[1:]}")
 
 
 @each_row(
     ("policy", "texts", "got", "expected"),
     [
-        ("published", "", "no endpoint", "1, because policy published uses a gpu-service"),
-        ("two-server", "a", "one endpoint", "2, because policy two-server uses 2"),
-        ("published", "a a", "a twice", "each service once"),
-        ("published", "a=0-7 a=8-", "a=0-7 and a=8-, one and the", "each service once"),
-        ("two-server", "a a", "a twice", "two that do not collude"),
-        ("two-server", "a,share=1 a,share=2", "a,share=1 and a,share=2", "collude"),
-        ("two-server", "a,share=1 b", "a,share=1 and b", "share= for all of them"),
-        ("two-server", "a,share=1 b,share=1", "no service for share 2 bes", "2, because"),
-        # By position the owner of a and b would get both shares.
-        ("two-server", "a b c d", "a and b and c and d without share=", "share=1 or"),
-        ("two-server", "tcp://a:1 tcp://A:2", "a and tcp://A:2 on one host, with", "for each"),
-        ("published", "a,share=2", "a,share=2", "no share: policy published uses one"),
-        ("published", "a=0-16", "a=0-16", "layers within 0-15"),
-        ("published", "a=0-8 b=8-", "a=0-8 and b=8-, which overlap", "none in common"),
-        ("published", "a=0-6 b=8-", "no service for layers 7, between a=0-6 and b", "0-15"),
+        ("published", "", "--gpu: no endpoint", "a gpu-service, which policy published uses"),
+        ("dealt", "a", "--dealer: no endpoint", "of another owner, which multiplies pads for"),
+        ("dealt", "+a", "--gpu: no endpoint", "a gpu-service, which policy dealt uses"),
+        ("shielded", "a +b", "--dealer: b", "the TEE makes the pads, under policy shielded"),
+        ("published", "a a", "--gpu: a twice", "each service once"),
+        ("published", "a=0-7 a=8-", "--gpu: a=0-7 and a=8-, one and the", "each service once"),
+        ("dealt", "a +a", "--dealer: a twice", "two owners, who do not collude"),
+        ("dealt", "a +b +b", "--dealer: b twice", "two owners, who do not collude"),
+        ("dealt", "a +tcp://A:2", "--dealer: a and tcp://A:2 on one host", "of two owners"),
+        ("dealt", "a +b +tcp://b:2", "--dealer: b and tcp://b:2 on one host", "of two owners"),
+        ("published", "a=0-16", "--gpu: a=0-16", "layers within 0-15"),
+        ("published", "a=0-8 b=8-", "--gpu: a=0-8 and b=8-, which overlap", "none in common"),
+        ("published", "a=0-6 b=8-", "--gpu: no service for layers 7, between a=0-6 and b", "0-15"),
         (
-            *("two-server", "a=0-7,share=1 b=8-,share=1 c=0-7,share=2"),
-            *("no service for layers 8-15, between c=0-7,share=2 and the model's", "each share"),
+            *("dealt", "a +c=0-7", "--dealer: no service for layers 8-15, between c=0-7 and the"),
+            "of each owner",
         ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_naming_both(
     policy: str, texts: str, got: str, expected: str
 ) -> None:
-    endpoints = [
-        text if "://" in text else f"tcp://{text[0]}:1{text[1:]}" for text in texts.split()
-    ]
     with pytest.raises(SettingsError) as caught:
-        _plan(policy, 16, *endpoints)
-    assert caught.value.where == "--gpu"
-    assert re.sub(r"tcp://(\w):1", r"\1", caught.value.got).startswith(got)
+        _plan(policy, 16, *map(_written, texts.split()))
+    said = f"{caught.value.where}: {caught.value.got}"
+    assert re.sub(r"tcp://(\w):1", r"\1", said).startswith(got)
     assert expected in caught.value.expected
 
 
 ONE, OTHER = (ClientKeys(*reversed(zmq.curve_keypair())) for _ in range(2))
-HOSTS = [f"{A},share=1", f"{B},share=2"]
+HOSTS = [A, B]
 LOCAL = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
 @each_row(
-    ("gpu", "keys", "in_the_clear", "said"),
+    ("named", "keys", "in_the_clear", "said"),
     [
         # All links are encrypted: by keys, or by verified TLS.
         (HOSTS, [ONE, OTHER], False, True),
         (["https://one.example", "https://two.example/x"], None, False, True),
-        # One host may stand for two owners where the operator says so.
-        ([f"{A},share=1", f"{A}2,share=2"], [ONE, OTHER], False, True),
         # In the clear on one machine, where the operator allows it.
         (LOCAL, None, True, False),
         (["tcp://127.0.0.1:1", "unix:///s"], None, True, False),
-        (LOCAL, None, False, "got http://127.0.0.1:1 without keys"),
-        (HOSTS, [ONE, None], True, f"got {B} without keys"),
+        (LOCAL, None, False, "--gpu: got http://127.0.0.1:1 without keys"),
+        (HOSTS, [ONE, None], True, f"--dealer: got {B} without keys"),
         (["tcp://127.0.0.1:1", "vsock://2:5"], None, True, "got vsock://2:5 without keys"),
         (["unix:///s", "ivshmem:///m,2:5"], None, True, "got ivshmem:///m,2:5 without keys"),
         (["https://one.example", "http://127.0.0.1:1"], None, False, "got http://127.0.0.1:1 with"),
         # One party could read both.
         (HOSTS, [ONE, ONE], False, "--service-key: got one key for"),
-        (["https://x/a,share=1", "https://x/b,share=2"], None, False, "behind one end of TLS"),
-        (["https://x,share=1", "https://X:443/b,share=2"], None, False, "behind one end of TLS"),
-        (["https://one.example:1", "https://one.example:2"], None, False, "on one host, with a sh"),
-        (["https://one.example/a", "tcp://one.example:5"], None, False, "on one host, with a sha"),
+        (["https://127.0.0.1/a", "https://127.0.0.1/b"], None, False, "behind one end of TLS"),
+        (["https://x/a", "https://X:443/b"], None, False, "on one host"),
+        (["https://one.example:1", "https://one.example:2"], None, False, "on one host"),
+        (["https://one.example/a", "tcp://one.example:5"], None, False, "on one host"),
     ],
 )
-def test_no_one_party_reads_two_shares(
-    gpu: list[str], keys: Sequence[ClientKeys | None] | None, in_the_clear: bool, said: str | bool
+def test_no_one_party_gets_a_pad_and_what_it_hides(
+    named: list[str], keys: Sequence[ClientKeys | None] | None, in_the_clear: bool, said: str | bool
 ) -> None:
     def checked() -> bool:
-        specs = assign_shares([ServiceSpec.parse(text) for text in gpu], TWO)
+        specs = read_services(named[:1], named[1:], DEALT)
         own = keys or [None] * len(specs)
-        return check_links(specs, own, TWO, shares_in_the_clear=in_the_clear)
+        return check_links(specs, own, DEALT, dealer_in_the_clear=in_the_clear)
 
     if isinstance(said, bool):
         assert checked() == said
@@ -182,6 +191,13 @@ def test_no_one_party_reads_two_shares(
     with pytest.raises(SettingsError) as caught:
         checked()
     assert said in str(caught.value)
+
+
+def test_a_dealers_name_is_no_other_owners() -> None:
+    specs = read_services([A], [f"{B}=0-7", f"{C}=8-", D], DEALT)
+    assert dealer_names(specs, [None] * 4) == (f"{B}=0-7 {C}=8-", D)
+    key = ONE.service.decode()
+    assert dealer_names(specs, [OTHER, ONE, ONE, None]) == (f"{key}=0-7 {key}=8-", D)
 
 
 @pytest.fixture

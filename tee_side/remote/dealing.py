@@ -1,0 +1,149 @@
+"""Has dealers multiply pads ahead of use, and looks whether they did.
+
+A dealer is a service of another owner. It is sent a fresh seed for a group of rows of a site, and
+returns u = r W of the rows r that it expands from the seed: nothing of it depends on any input, so
+it can be asked long before, over a link that is slow. Several dealers each get seeds of their own;
+r and u are the sums. Each one's u is checked alone, before it is added: one that lies is named.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, reduce
+from itertools import chain
+
+import torch
+
+from protocol.channel import Channel
+from protocol.errors import ReplyError, TsqpError, VerificationError
+from protocol.model.config import ModelConfig
+from protocol.prepared import PreparedRequest
+from protocol.tensors import WireTensor
+from tee_side.protect.masks.mask import Seed
+from tee_side.protect.pads.store import MadePads
+from tee_side.protect.sites import SiteShape
+from tee_side.protect.verification import ExactCheck
+from tee_side.remote.call import ChannelsAt, ring_request
+from tee_side.words import Site
+
+# Requests that a dealer has at once: it queues so many of a client and more.
+_UNDER_WAY = 16
+
+_EXPECTED = "what the weights of the TEE's own model give"
+
+
+class Asked:
+    """The products of a site that dealers are asked for, and have not answered yet."""
+
+    def __init__(self, site: SiteShape, request: PreparedRequest) -> None:
+        self.site, self._request = site, request
+        self._waiting: list[tuple[int, Channel, Seed, int]] = []
+
+    def ask(self, channels: Sequence[Channel], batch: MadePads) -> None:
+        """Send each dealer its seeds of a batch. Raises what sending raises."""
+        for dealer, channel in enumerate(channels):
+            for key in batch.seeds(dealer, self.site.number):
+                seed = Seed(key, (batch.group, self.site.in_features))
+                asked = channel.start(*seed.crossing(self._request))
+                self._waiting.append((dealer, channel, seed, asked))
+
+    def taken(self, check: ExactCheck | None) -> torch.Tensor:
+        """Return u, the sum over dealers; each one's part is checked.
+
+        Raises VerificationError or ReplyError for one that lies, which is not asked again, and what
+        waiting for replies raises.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        while self._waiting:
+            dealer, channel, seed, asked = self._waiting[0]
+            exchange = channel.wait(asked)
+            del self._waiting[0]
+            try:
+                part = self._request.output(exchange)
+            except ReplyError as of_another_form:
+                channel.distrust(exchange, of_another_form)
+                raise
+            if check is not None and not check.holds_in_ring(seed.elements(), part):
+                where = f"pads of {self.site} from {exchange.endpoint}"
+                error = VerificationError(where, "a wrong product", _EXPECTED)
+                channel.distrust(exchange, error)
+                raise error
+            found.setdefault(dealer, []).append(part)
+        return reduce(torch.add, (torch.cat(parts) for parts in found.values()))
+
+    def abandon(self) -> None:
+        """Wait for no reply any more."""
+        for _, channel, _, asked in self._waiting:
+            channel.abandon(asked)
+
+
+class Dealing:
+    """The dealers of a run, as who fills its store asks them: by one thread at a time.
+
+    `channels_at`: of the dealers of a layer, for this alone; `check_of`: returns what a site's
+    products are checked with, None where the policy believes them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        channels_at: ChannelsAt,
+        check_of: Callable[[Site], ExactCheck | None],
+    ) -> None:
+        self.failure: TsqpError | None = None
+        self._layers = config.num_hidden_layers
+        self._channels_at, self._check_of = channels_at, check_of
+        self._lied: TsqpError | None = None
+
+        @lru_cache(maxsize=4 * config.num_hidden_layers + 1)
+        def prepared(site: SiteShape, rows: int) -> PreparedRequest:
+            return ring_request(
+                config, site.site, WireTensor("int32", (rows, site.in_features), b"")
+            )
+
+        self._prepared = prepared
+
+    def multiply(self, batch: MadePads) -> Iterator[tuple[SiteShape, torch.Tensor]]:
+        """Yield u of each site of a batch, while dealers work on the next ones.
+
+        Raises VerificationError for a dealer that lies, or has lied before, and what asking raises.
+        """
+        asked: deque[Asked] = deque()
+        try:
+            for site in batch.layout.sites:
+                self._refuse_liars()
+                while asked and (len(asked) + 1) * len(batch.groups) > _UNDER_WAY:
+                    yield self._taken(asked)
+                asked.append(Asked(site, self._prepared(site, batch.group)))
+                asked[-1].ask(self._channels_at(site.layer), batch)
+            while asked:
+                yield self._taken(asked)
+            self._refuse_liars()
+        except TsqpError as error:
+            self.failure = error
+            if isinstance(error, VerificationError | ReplyError):
+                self._lied = error
+            raise
+        finally:
+            for one in asked:
+                one.abandon()
+        self.failure = None
+
+    def accuse(self, where: str) -> VerificationError:
+        """Ask no dealer any more, because a pad that was used is wrong; return the error for it."""
+        every = chain.from_iterable(map(self._channels_at, range(self._layers)))
+        names = " or ".join(dict.fromkeys(channel.endpoint for channel in every))
+        error = VerificationError(f"{where}: a pad from {names}", "a wrong product", _EXPECTED)
+        self.failure = self._lied = error
+        return error
+
+    def _refuse_liars(self) -> None:
+        if self._lied is not None:
+            raise self._lied
+
+    def _taken(self, asked: deque[Asked]) -> tuple[SiteShape, torch.Tensor]:
+        first = asked[0]
+        found = first.taken(self._check_of(first.site.site))
+        asked.popleft()
+        return first.site, found

@@ -1,0 +1,219 @@
+"""Pads that dealers multiply: exact, of seeds of their own, and not used where one has lied."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+
+from protocol.errors import EndpointError, ReplyError, TsqpError, VerificationError
+from protocol.messages import SeededRingLinearRequest, expand
+from protocol.model.checkpoint import Checkpoint
+from protocol.model.config import read_config
+from protocol.model.weights import load_quantized
+from tee_side.assembly import DEALT_GROUP
+from tee_side.protect.pads.dealt import DealtKeystream
+from tee_side.protect.pads.source import Pads
+from tee_side.protect.randomness import Randomness
+from tee_side.protect.verification import ExactCheck
+from tee_side.words import PadsFrom
+from tests.kit.lie import Lying
+from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, token_ids
+from tests.kit.rows import each_row
+
+NAMES = ("one", "two")
+SITES = 3 * 4 + 1
+
+
+@pytest.fixture
+def model(saved_model: Models) -> SavedModel:
+    return saved_model("llama")
+
+
+def _pads(tee: Tee) -> Pads:
+    (pads,) = tee.assembly.pads.values()
+    return pads
+
+
+def _seeds(channel: LoopbackChannel) -> list[bytes]:
+    asked = channel.requests
+    return [bytes(one.seed.data) for one in asked if isinstance(one, SeededRingLinearRequest)]
+
+
+def test_pads_of_several_dealers_are_exact_products_of_seeds_that_each_has_alone(
+    model: SavedModel,
+) -> None:
+    channels = [LoopbackChannel(model.directory) for _ in range(3)]
+    tee = model.tee("dealt", channels=channels, dealers=NAMES)
+    pads, config = _pads(tee), read_config(model.directory)
+    pads.fill(DEALT_GROUP + 1)
+    assert pads.store.available == 2 * DEALT_GROUP
+    assert [len(channel.requests) for channel in channels] == [0, 2 * SITES, 2 * SITES]
+    first, second = map(_seeds, channels[1:])
+    assert len({*first, *second}) == len(first) + len(second) == 2 * 2 * (SITES - 1)
+    pads.store.take(5)
+    indices = pads.store.take(DEALT_GROUP)  # of two groups
+    for site in pads.store.layout.sites:
+        r_TI, u_TO = pads.store.factors(indices, site.number)
+        weight_OI = load_quantized(Checkpoint(model.directory), config, *site.site).weight
+        assert torch.equal(u_TO, (r_TI.long() @ weight_OI.long().t()).to(torch.int32)), str(site)
+    # Another run, of the same model and dealers, begins with other seeds.
+    again = model.tee("dealt", channels=channels, dealers=NAMES)
+    _pads(again).fill(1)
+    assert not {*first, *second} & {*_seeds(channels[1])[len(first) :]}
+
+
+# Rows of whole blocks of the cipher, and rows that begin within one.
+@each_row("features", [8, 7])
+def test_a_dealers_part_is_what_it_makes_of_its_seed_whichever_rows_are_drawn(
+    features: int,
+) -> None:
+    stream, group, site = DealtKeystream(bytes(range(32)), NAMES, 4), 4, 9
+    parts = [
+        [
+            torch.frombuffer(
+                expand(stream.seed(dealer, first, site), group * features), dtype=torch.int32
+            )
+            for first in (8, 12, 16)
+        ]
+        for dealer in range(2)
+    ]
+    whole = (torch.cat(parts[0]) + torch.cat(parts[1])).view(3 * group, features)
+    for start, stop in ((8, 20), (9, 10), (11, 13), (13, 19)):
+        indices, expected = range(start, stop), whole[start - 8 : stop - 8]
+        assert torch.equal(stream.rows(indices, site, features), expected)
+        filled = [torch.empty_like(expected) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(partial(stream.fill, indices, site), filled))
+        assert all(torch.equal(words, expected) for words in filled)
+    # Threads of a store draw several sites at once.
+    places = [(first, site) for first in (8, 12, 16) for site in range(40)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda place: stream.seed(0, *place), places * 5))
+    assert found == [stream.seed(0, *place) for place in places] * 5
+    known = [stream.seed(*place) for place in ((0, 8, 9), (1, 8, 9), (0, 12, 9), (0, 8, 8))]
+    others = (DealtKeystream(bytes(32), NAMES, 4), DealtKeystream(bytes(range(32)), NAMES[::-1], 4))
+    known += [other.seed(0, 8, 9) for other in others]
+    # The second dealer's, whatever its number is.
+    assert known.count(known[1]) == 2
+    assert len(set(known)) == len(known) - 1
+
+
+@each_row(
+    ("change", "error", "said"),
+    [
+        (lambda u: u + torch.eye(*u.shape, dtype=u.dtype), VerificationError, "a wrong product"),
+        # Rows of another seed, as far as anybody can tell.
+        (lambda u: u.roll(1, 0), VerificationError, "pads of layer 0 qkv_proj from loopback"),
+        (lambda u: u[:-1], ReplyError, r"\[31, .*\], expected int32 \[32, "),
+    ],
+)
+def test_a_dealer_that_lies_is_found_before_its_pads_are_used_and_asked_no_more(
+    model: SavedModel,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    error: type[TsqpError],
+    said: str,
+) -> None:
+    liar = Lying(model.directory, change, at=0)
+    service, honest = (LoopbackChannel(model.directory) for _ in range(2))
+    tee = model.tee("dealt", channels=[service, honest, liar], dealers=NAMES)
+    pads = _pads(tee)
+    with pytest.raises(error, match=said):
+        pads.fill(1)
+    assert pads.store.available == 0
+    assert (pads.store.room, liar.pending, honest.pending) == (pads.store.capacity, 0, 0)
+    asked = len(liar.requests)
+    if error is VerificationError:
+        assert [told for _, told in liar.distrusted] == [pads.dealing and pads.dealing.failure]
+        with pytest.raises(error, match=said):
+            pads.fill(1)
+        assert len(liar.requests) == asked
+
+
+def test_a_pad_that_is_wrong_is_not_the_services_fault_and_no_other_of_its_dealer_is_used(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a lie in the highest bit alone has come through, with 1/4."""
+    service = Lying(model.directory, lambda y: y, at=-1)
+    dealer = Lying(model.directory, lambda u: u, at=-1)
+    tee = model.tee("dealt", channels=[service, dealer])
+    pads, engine = _pads(tee), tee.engine()
+    monkeypatch.setattr(ExactCheck, "holds_in_ring", lambda *_: True)
+    engine.add(token_ids(4), max_new_tokens=3, eos_token_ids=frozenset())
+    engine.step()
+    dealer.tell(lambda u: u ^ (u.new_ones(()) << 31), at=2)
+    with pytest.raises(
+        VerificationError, match=r"gate_up_proj in layer 0: a pad from loopback: got"
+    ):
+        engine.step()
+    assert not service.distrusted
+    assert pads.store.available == 0
+    asked = len(dealer.requests)
+    with pytest.raises(VerificationError, match="a pad from loopback"):
+        engine.step()
+    assert len(dealer.requests) == asked
+
+
+def test_the_check_in_the_ring_finds_what_is_wrong_below_the_highest_bit() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight_OI = torch.randint(-127, 128, (40, 24), generator=generator).to(torch.int8)
+    r_TI = torch.randint(-(2**31), 2**31, (6, 24), generator=generator).to(torch.int32)
+    u_TO = (r_TI.long() @ weight_OI.long().t()).to(torch.int32)
+    passed = 0
+    for _ in range(64):
+        check = ExactCheck.draw(weight_OI, Randomness())
+        assert check.holds_in_ring(r_TI, u_TO)
+        for bit in (0, 7, 16):
+            wrong_TO = u_TO.clone()
+            wrong_TO[4, 39] ^= 1 << bit
+            assert not check.holds_in_ring(r_TI, wrong_TO)
+        u_TO[4, 39] ^= -(2**31)
+        passed += check.holds_in_ring(r_TI, u_TO)
+        u_TO[4, 39] ^= -(2**31)
+    assert 0 < passed < 40  # a quarter of 64, but for one in 10^9
+
+
+def test_a_prompt_is_computed_to_the_same_bits_whatever_its_pads_are(model: SavedModel) -> None:
+    tee, prompt = model.tee("dealt", when_out="tee"), token_ids(19)
+    expected = model.tee("quantized-clear").logits(prompt)
+    _pads(tee).fill(len(prompt))
+    for pads in get_args(PadsFrom):
+        assert torch.equal(tee.logits(prompt, pads=pads), expected), pads
+
+
+class Away(LoopbackChannel):
+    """A dealer that can be away."""
+
+    away = False
+
+    def answer(self, request: object) -> object:
+        EndpointError.unless(not self.away, "loopback", "nobody", "a gpu-service")
+        return super().answer(request)  # type: ignore[arg-type]
+
+
+def test_while_a_dealer_is_away_the_stock_is_used_then_what_the_settings_say(
+    model: SavedModel,
+) -> None:
+    service, dealer = LoopbackChannel(model.directory), Away(model.directory)
+    right = model.tee("quantized-clear").greedy([1, 2, 3], 4)
+    tee = model.tee("dealt", channels=[service, dealer], when_out="tee")
+    pads = _pads(tee)
+    pads.fill(1)
+    dealer.away = True
+    # A prompt cannot wait for pads that are dealt as they are used, once that is known.
+    with pytest.raises(EndpointError):
+        pads.fill(1)
+    for left in (DEALT_GROUP - 3, DEALT_GROUP - 6):
+        assert tee.greedy([1, 2, 3], 4) == right
+        assert pads.store.available == left
+    pads.store.release(pads.store.take(pads.store.available))
+    before = len(dealer.requests)
+    assert tee.greedy([1, 2, 3], 4) == right  # in the TEE
+    assert len(dealer.requests) == before
+    dealer.away = False
+    pads.fill(1)
+    assert tee.greedy([1, 2, 3], 4) == right
+    assert pads.store.available == DEALT_GROUP - 3
+    assert len(dealer.requests) > before + SITES
