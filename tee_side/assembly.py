@@ -261,10 +261,10 @@ class Assembly:
         """Build the tables for each micro-batch of a step, and spares for parts beside it.
 
         `channels_at`: the service of each layer and, for pads that are dealt as they are used, each
-        dealer. `only`: what the observers are told of, where it
-        runs in the TEE; None for everything. `timeout_s`: for a result, however many are asked for
-        it because others' were refused; infinite: each has its channel's own deadline. The first
-        call loads the weights that stay, and draws what results are verified with.
+        dealer. `only`: what the observers are told of, where it runs in the TEE; None for
+        everything. `timeout_s`: for a result, however many are asked for it because others' were
+        refused; infinite: each has its channel's own deadline. The first call loads the weights
+        that stay, and draws what results are verified with.
         """
         drawn = randomness or Randomness()
         if self.dealers_at is None:

@@ -32,15 +32,13 @@ WITHOUT_COLUMNS = (
     " --tensor-parallel N, and several hosts hold layers each (gpu-service --layers, --gpu"
     " ENDPOINT=LAYERS)"
 )
+WITHOUT_SHARES = "no share: --gpu names the service, and --dealer who multiplies its pads"
 _ALL_LAYERS = LayerRange(0, None)
 _SUFFIXES = re.compile(rf"(.+?)(?:=({LAYER_RANGE}))?")
 # A header with its method, dtypes and shapes, and the lengths and padding around frames.
 _HEADER_BYTES = 16 * 1024
 # What Init says of each norm beside its weight: a name, dtype, shape, eps, and a frame's padding.
 _NORM_BYTES = 512
-
-
-WITHOUT_SHARES = "no share: --gpu names the service, and --dealer who multiplies its pads"
 
 
 def _require(holds: object, got: object, expected: str, option: str = "--gpu") -> None:
@@ -109,8 +107,8 @@ def read_services(
     on one host.
     """
     name = f"policy {policy.name}"
-    unused = "nothing: the TEE makes the pads" if policy.services else "nothing"
-    _require(policy.dealt or not dealers, " ".join(dealers), f"{unused}, under {name}", "--dealer")
+    unused = f"nothing: {name} has no pads dealt"
+    _require(policy.dealt or not dealers, " ".join(dealers), unused, "--dealer")
     if not policy.services:
         return ()
     _require(gpu or gpu is None, "no endpoint", f"a gpu-service, which {name} uses")
