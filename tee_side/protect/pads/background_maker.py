@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -42,7 +43,9 @@ class BackgroundMaker:
         self._changed = threading.Condition()
         # None while no thread is to run.
         self._load: Load | None = None
-        self._makes = self._held_off = self._failed = False
+        self._makes = self._held_off = False
+        # By the monotonic clock: what failed is not tried before.
+        self._not_before = 0.0
         # Of the thread: what it met by a mistake of this program, too.
         self._ended: Future[None] = Future()
 
@@ -61,7 +64,7 @@ class BackgroundMaker:
         try:
             yield
             # What it met, the run has not: it may try again.
-            self._failed, self.failure = False, None
+            self._not_before, self.failure = 0.0, None
         finally:
             with self._changed:
                 self._held_off = False
@@ -76,7 +79,7 @@ class BackgroundMaker:
         then. What `wanted` and `make` raise by a mistake of this program ends the thread, and is
         raised where the load is told, or when the block is left.
         """
-        self._load, self._failed, self._ended = "idle", False, Future()
+        self._load, self._not_before, self._ended = "idle", 0.0, Future()
         # A program that ends without leaving the block is not to wait for the thread.
         thread = threading.Thread(target=self._run, name="pads", daemon=True)
         thread.start()
@@ -94,7 +97,7 @@ class BackgroundMaker:
             self._ended.result()
         if self._load not in (None, load):
             with self._changed:
-                self._load, self._failed = load, False
+                self._load, self._not_before = load, 0.0
                 self._changed.notify_all()
 
     def _run(self) -> None:
@@ -108,8 +111,8 @@ class BackgroundMaker:
                     failure = error
                 finally:
                     with self._changed:
-                        self._makes, self._failed = False, failure is not None
-                        self.failure = failure
+                        self._makes, self.failure = False, failure
+                        self._not_before = time.monotonic() + _AGAIN_S if failure else 0.0
                         self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 - raised where the load is told
             self._ended.set_exception(error)
@@ -120,12 +123,13 @@ class BackgroundMaker:
         """Wait until pads are wanted, and return for how many tokens; 0: the end."""
         with self._changed:
             while self._load is not None:
-                tokens = 0 if self._held_off or self._failed else self._wanted(self._load)
+                pause_s = self._not_before - time.monotonic()
+                tokens = 0 if self._held_off or pause_s > 0 else self._wanted(self._load)
                 if tokens > 0:
                     self._makes = True
                     return tokens
-                if not self._changed.wait(_AGAIN_S if self._failed else None):
-                    self._failed = False
+                # Steps that take pads notify it oftener than that: they do not put the time off.
+                self._changed.wait(pause_s if pause_s > 0 else None)
             return 0
 
 

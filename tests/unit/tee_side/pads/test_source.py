@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from protocol.errors import ModelError, PadBankError, PadsExhaustedError
+from protocol.errors import ModelError, PadBankError, PadsExhaustedError, TsqpError
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import QuantizedLinear, load_quantized
@@ -269,6 +269,35 @@ def test_a_run_waits_for_the_batch_in_work_and_then_goes_first() -> None:
         thread.join(WAIT_S)
         until(lambda: len(batches) >= 2)
     assert seen == [([10], False)]
+
+
+def test_what_failed_is_tried_again_after_a_while_however_often_steps_take_pads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, again, tried = Mock(**{"monotonic.return_value": 0.0}), threading.Event(), list[int]()
+    monkeypatch.setattr("tee_side.protect.pads.background_maker.time", clock)
+
+    def make(tokens: int) -> None:
+        tried.append(tokens)
+        if len(tried) == 1:
+            raise TsqpError("dealer", "away", "there")
+        again.set()
+
+    def notify_while_waiting(tries: int) -> bool:
+        for _ in range(tries):
+            maker.notify()  # as taking pads does
+            if again.wait(0.01):
+                return True
+        return False
+
+    maker = BackgroundMaker(lambda _: 0 if again.is_set() else 1, make)
+    with maker.running():
+        assert not notify_while_waiting(20)
+        assert maker.failure is not None
+        clock.monotonic.return_value = 6.0
+        assert notify_while_waiting(1000)
+    assert tried == [1, 1]
+    assert maker.failure is None
 
 
 def test_a_mistake_is_raised_where_the_load_is_told_or_the_block_is_left() -> None:
