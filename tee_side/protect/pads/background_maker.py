@@ -51,9 +51,8 @@ class BackgroundMaker:
 
     def notify(self) -> None:
         """Say that `wanted` may have changed."""
-        if self._load is not None:
-            with self._changed:
-                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
     def held_off(self) -> Iterator[None]:

@@ -107,8 +107,7 @@ def read_services(
     on one host.
     """
     name = f"policy {policy.name}"
-    unused = f"nothing: {name} has no pads dealt"
-    _require(policy.dealt or not dealers, " ".join(dealers), unused, "--dealer")
+    _require(policy.dealt or not dealers, " ".join(dealers), f"no dealer, under {name}", "--dealer")
     if not policy.services:
         return ()
     _require(gpu or gpu is None, "no endpoint", f"a gpu-service, which {name} uses")

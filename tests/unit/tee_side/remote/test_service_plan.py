@@ -124,7 +124,7 @@ def _written(text: str) -> str:
         ("published", "", "--gpu: no endpoint", "a gpu-service, which policy published uses"),
         ("dealt", "a", "--dealer: no endpoint", "of another owner, which multiplies pads for"),
         ("dealt", "+a", "--gpu: no endpoint", "a gpu-service, which policy dealt uses"),
-        ("shielded", "a +b", "--dealer: b", "nothing: policy shielded has no pads dealt"),
+        ("shielded", "a +b", "--dealer: b", "no dealer, under policy shielded"),
         ("published", "a a", "--gpu: a twice", "each service once"),
         ("published", "a=0-7 a=8-", "--gpu: a=0-7 and a=8-, one and the", "each service once"),
         ("dealt", "a +a", "--dealer: a twice", "two owners, who do not collude"),
