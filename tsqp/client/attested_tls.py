@@ -286,6 +286,16 @@ class Address(NamedTuple):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
+@contextmanager
+def _connected(address: Address, context: AttestedContext) -> Iterator[ssl.SSLSocket]:
+    """Connect to a server that proves itself; closed behind the block."""
+    with socket.create_connection(address, CONNECT_S) as plain:
+        # One that the other end has reset by now Python would lose, unclosed.
+        plain.getpeername()
+        with context.wrap_socket(plain, server_hostname=address.host) as far:
+            yield far
+
+
 def prove(address: Address, context: AttestedContext) -> Proved:
     """Connect once, and return what the server proved.
 
@@ -296,9 +306,9 @@ def prove(address: Address, context: AttestedContext) -> Proved:
         EndpointError.for_os(
             str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
         ),
-        socket.create_connection((address.host, address.port), CONNECT_S) as plain,
+        _connected(address, context),
     ):
-        context.wrap_socket(plain, server_hostname=address.host).close()
+        pass
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved
@@ -364,9 +374,7 @@ class Proxy:
         with near:
             cuts = self._cuts
             try:
-                host, port = self._server
-                plain = socket.create_connection((host, port), CONNECT_S)
-                with self._context.wrap_socket(plain, server_hostname=host) as far:
+                with _connected(self._server, self._context) as far:
                     self._carry_both(near, far, cuts)
             except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
                 self._say(f"refused: {_words(error)}")
