@@ -156,6 +156,18 @@ class _AttestedSocket(ssl.SSLSocket):
 
     _proved = False
 
+    def getpeername(self) -> Any:
+        """Return the other end's address; a socket without one is closed before its handshake.
+
+        Python would return it without any, or lose it as it is: the other end has reset it.
+        """
+        try:
+            return super().getpeername()
+        except OSError:
+            if not self._proved:
+                self.close()
+            raise
+
     def do_handshake(self, block: bool = False) -> None:
         """Shake hands, and have the context ask. Raises NotAttestedError."""
         super().do_handshake(block)
@@ -286,16 +298,6 @@ class Address(NamedTuple):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-@contextmanager
-def _connected(address: Address, context: AttestedContext) -> Iterator[ssl.SSLSocket]:
-    """Connect to a server that proves itself; closed behind the block."""
-    with socket.create_connection(address, CONNECT_S) as plain:
-        # One that the other end has reset by now Python would lose, unclosed.
-        plain.getpeername()
-        with context.wrap_socket(plain, server_hostname=address.host) as far:
-            yield far
-
-
 def prove(address: Address, context: AttestedContext) -> Proved:
     """Connect once, and return what the server proved.
 
@@ -306,9 +308,9 @@ def prove(address: Address, context: AttestedContext) -> Proved:
         EndpointError.for_os(
             str(address), "a server with TLS 1.3", UnicodeError, UnicodeError.__name__
         ),
-        _connected(address, context),
+        socket.create_connection((address.host, address.port), CONNECT_S) as plain,
     ):
-        pass
+        context.wrap_socket(plain, server_hostname=address.host).close()
     if context.proved is None:
         raise EndpointError(str(address), got="no proof", expected="one")
     return context.proved
@@ -374,7 +376,11 @@ class Proxy:
         with near:
             cuts = self._cuts
             try:
-                with _connected(self._server, self._context) as far:
+                if self._over.is_set():  # which `cuts` may count by now
+                    return
+                host, port = self._server
+                plain = socket.create_connection((host, port), CONNECT_S)
+                with self._context.wrap_socket(plain, server_hostname=host) as far:
                     self._carry_both(near, far, cuts)
             except Exception as error:  # noqa: BLE001 - whatever it is, nothing is carried
                 self._say(f"refused: {_words(error)}")

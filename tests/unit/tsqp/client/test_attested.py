@@ -212,6 +212,10 @@ def test_nothing_is_sent_before_a_proof_or_past_tls(
                 with pytest.raises(ValueError, match="whose handshake comes first"):
                     context.wrap_socket(plain, **option)
         with context.wrap_socket(socket.create_connection(address)) as connection:
+            connection._proved = False  # type: ignore[attr-defined]
+            with pytest.raises(OSError, match="before the other end has proved itself"):
+                connection.send(b"a prompt")
+            connection._proved = True  # type: ignore[attr-defined]
             # As another thread may leave it at any time: `SSLSocket` would send past TLS now.
             connection._sslobj = None  # type: ignore[attr-defined]
             for send in (connection.send, connection.sendall):
@@ -219,9 +223,9 @@ def test_nothing_is_sent_before_a_proof_or_past_tls(
                     send(b"a prompt")
             with pytest.raises(NotImplementedError):
                 connection.sendto(b"a prompt", address)
-    unconnected = context.wrap_socket(socket.socket())
-    with unconnected, pytest.raises(OSError, match="before the other end has proved itself"):
-        unconnected.send(b"a prompt")
+    # As one that the other end has reset.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        context.wrap_socket(socket.socket())
     with pytest.raises(NotImplementedError, match="sockets alone"):
         context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO())
 
@@ -335,7 +339,7 @@ def test_connections_are_cut_and_refused_when_the_server_proves_nothing_any_more
 def test_a_connection_that_is_set_up_while_all_are_cut_carries_nothing(
     honest: Identity, policy: AppraisalPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(honest) as server, proxied(server, policy) as (proxy, _said):
+    with serving(honest) as server, proxied(server, policy) as (proxy, said):
         carry = proxy._carry_both
 
         def late(*given: Any) -> None:
@@ -346,3 +350,10 @@ def test_a_connection_that_is_set_up_while_all_are_cut_carries_nothing(
         with connected(proxy) as near, suppress(ConnectionResetError):
             near.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert near.recv(1) == b""
+        # One whose thread begins after the end.
+        near, other = socket.socketpair()
+        proxy._places.acquire()
+        monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=AssertionError))
+        proxy._carry(near)
+        assert (other.recv(1), said) == (b"", [])
+        other.close()
