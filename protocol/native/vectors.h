@@ -142,7 +142,7 @@ INLINE To convert(const Vector<Lane>& from) {
 template <class Lane>
 INLINE Vector<Lane> broadcast(Lane value) {
   Vector<Lane> out;
-  for (int i = 0; i < PARTS; i++) out.part[i] = typename Vector<Lane>::Part{} + value;
+  for (int i = 0; i < PARTS; i++) out.part[i] = value - typename Vector<Lane>::Part{};  // x - 0 is x, -0 + 0 is not
   return out;
 }
 
@@ -214,6 +214,16 @@ INLINE void each_vector(int64_t size, Body&& body) {
   int64_t k = 0;
   for (; k + LANES <= size; k += LANES) body(k, LANES);
   if (k < size) body(k, size - k);
+}
+
+// Call body(0), body(1) ...: written out, so that what it indexes stays in registers.
+template <class Body, int... Number>
+INLINE void each_of(std::integer_sequence<int, Number...>, Body&& body) {
+  (body(std::integral_constant<int, Number>()), ...);
+}
+template <int Count, class Body>
+INLINE void each(Body&& body) {
+  each_of(std::make_integer_sequence<int, Count>(), body);
 }
 
 // What a value is after a round through memory of type T.
@@ -346,9 +356,10 @@ INLINE void exchange(i32x16::Part& a, i32x16::Part& b, std::integer_sequence<int
 template <int Distance>
 INLINE void transpose_square(i32x16::Part* rows) {
   if constexpr (Distance < NATIVE) {
-    for (int i = 0; i < NATIVE; i++)
-      if (!(i & Distance))
+    each<NATIVE>([&](auto i) {
+      if constexpr (!(i & Distance))
         exchange<Distance>(rows[i], rows[i + Distance], std::make_integer_sequence<int, NATIVE>());
+    });
     transpose_square<2 * Distance>(rows);
   }
 }
@@ -358,9 +369,9 @@ INLINE void transpose(i32x16* rows) {
   for (int i = 0; i < PARTS; i++)
     for (int j = 0; j < PARTS; j++) {
       i32x16::Part square[NATIVE];
-      for (int k = 0; k < NATIVE; k++) square[k] = rows[i * NATIVE + k].part[j];
+      each<NATIVE>([&](auto k) { square[k] = rows[i * NATIVE + k].part[j]; });
       transpose_square<1>(square);
-      for (int k = 0; k < NATIVE; k++) out[j * NATIVE + k].part[i] = square[k];
+      each<NATIVE>([&](auto k) { out[j * NATIVE + k].part[i] = square[k]; });
     }
   for (int i = 0; i < LANES; i++) rows[i] = out[i];
 }

@@ -124,24 +124,31 @@ INLINE void pack_query(const T* q, int64_t dim, typename M::Element* to) {
   }
 }
 
-// out[query][lane] (+)= sum over depth of one[query][k] * lanes[k][lane], 64 lanes at a time.
+// out[query][lane] (+)= sum over depth of one[query][k] * lanes[k][lane], as many lanes at a time as
+// have their sums in registers.
 template <class M, int Queries>
 INLINE void multiply_lanes(const typename M::Element* one, int64_t one_stride,
                            const typename M::Element* lanes, int64_t wide, int64_t depth,
                            float* out, int64_t out_stride, int vectors, bool add) {
-  for (int v = 0; v < vectors; v += 4) {
-    f32x16 sums[Queries][4];
-    for (int i = 0; i < Queries; i++)
-      for (int u = 0; u < 4; u++)
+  constexpr int AT_ONCE = PARTS == 1 || Queries == 1 ? 4 : 1;
+  for (int v = 0; v < vectors; v += AT_ONCE) {
+    f32x16 sums[Queries][AT_ONCE];
+    each<Queries>([&](auto i) {
+      each<AT_ONCE>([&](auto u) {
         sums[i][u] = add ? load<f32x16>(out + i * out_stride + (v + u) * LANES) : broadcast(0.f);
+      });
+    });
     const typename M::Element* from = lanes + v * LANES;
     for (int64_t k = 0; k < depth; k++)
-      for (int i = 0; i < Queries; i++)
-        for (int u = 0; u < 4; u++)
+      each<Queries>([&](auto i) {
+        each<AT_ONCE>([&](auto u) {
           sums[i][u] = M::multiply_add_to(sums[i][u], from + k * wide + u * LANES,
                                           one[i * one_stride + k]);
-    for (int i = 0; i < Queries; i++)
-      for (int u = 0; u < 4; u++) store(out + i * out_stride + (v + u) * LANES, sums[i][u]);
+        });
+      });
+    each<Queries>([&](auto i) {
+      each<AT_ONCE>([&](auto u) { store(out + i * out_stride + (v + u) * LANES, sums[i][u]); });
+    });
   }
 }
 
