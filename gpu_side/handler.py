@@ -40,6 +40,7 @@ from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServedModel, ServiceWeights
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError, SettingsError
+from protocol.keystream import expanded
 from protocol.messages import (
     REQUEST_TYPES,
     EmbeddingRequest,
@@ -386,10 +387,10 @@ class RequestHandler:
         if isinstance(request, SeededRingLinearRequest):
             of_elements = self._prepare(request.standing_for(), task)
 
-            def expanded(request: Any, incoming: Incoming | None) -> Result:
-                return of_elements(request.expanded(), incoming)
+            def drawn(request: Any, incoming: Incoming | None) -> Result:
+                return of_elements(expanded(request), incoming)
 
-            return expanded
+            return drawn
         kernel = self._prepare(request, task)
         return self._checks_ids(kernel) if isinstance(request, EmbeddingRequest) else kernel
 

@@ -15,7 +15,6 @@ from protocol.errors import ErrorCode, ProtocolError
 from protocol.messages import (
     FUSED_MODULES,
     SEED_SHAPE,
-    TAG_BYTES,
     EmbeddingRequest,
     LinearRequest,
     LMHeadRequest,
@@ -104,7 +103,7 @@ class RequestChecker:
                 _require_form(f"{method}.seed", request.seed, "int32", SEED_SHAPE)
                 elements = WireTensor("int32", (request.rows, request.columns), b"")
                 task = self._linear(request, elements)
-                self._bound(f"{method}.rows", task.input_bytes + TAG_BYTES, "elements")
+                self._bound(f"{method}.rows", task.input_bytes, "elements")
                 return task
             case MatmulRequest(a=a, b=b):
                 return self._matmul(a.dtype, a.shape, b.dtype, b.shape)

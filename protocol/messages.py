@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import Field, FiniteFloat, model_validator
 
 from protocol.tensors import Buffer, WireTensor
@@ -67,23 +66,6 @@ def part_of(size: int, rank: int, ranks: int) -> slice:
 # The key of AES-256.
 SEED_BYTES = 32
 SEED_SHAPE = (SEED_BYTES // 4,)  # as a tensor int32
-FIRST_BLOCK = 2  # of the counter
-# Made beside the elements, and dropped.
-TAG_BYTES = 16
-_NONCE = bytes(12)
-
-
-def expand(seed: Buffer, count: int) -> bytearray:
-    """Return what a seed of 32 bytes stands for: `count` elements int32, uniform over Z_2^32.
-
-    The keystream of AES-256-CTR under the seed as its key, from counter block 2, little endian: it
-    is what AES-GCM makes of zeros, and OpenSSL is ready for that in a third of the time.
-    """
-    size = 4 * count
-    drawn = bytearray(size + TAG_BYTES)
-    AESGCM(bytes(seed)).encrypt_into(_NONCE, bytes(size), None, drawn)
-    del drawn[size:]
-    return drawn
 
 
 class Message(Strict, arbitrary_types_allowed=True):
@@ -145,7 +127,7 @@ class RingLinearRequest(_ModulesRequest):
 class SeededRingLinearRequest(_ModulesRequest):
     """A RingLinear of elements int32 [rows, columns] that the service draws itself, from a seed.
 
-    `seed`: int32 [8], which `expand` makes the elements of. `columns`: in_features.
+    `seed`: int32 [8], which `protocol.keystream` makes the elements of. `columns`: in_features.
     """
 
     method: ClassVar[str] = "SeededRingLinear"
@@ -153,14 +135,7 @@ class SeededRingLinearRequest(_ModulesRequest):
     columns: Size
     seed: WireTensor
 
-    def expanded(self) -> RingLinearRequest:
-        """Return the request that it stands for; allocates, so seed and sizes are checked before.
-
-        `gpu_side.tasks` checks them.
-        """
-        return self.standing_for(expand(self.seed.data, self.rows * self.columns))
-
-    def standing_for(self, drawn: bytes | bytearray = b"") -> RingLinearRequest:
+    def standing_for(self, drawn: Buffer = b"") -> RingLinearRequest:
         """Return the same of these elements; of none, for who looks at its sizes alone."""
         elements, names = WireTensor("int32", (self.rows, self.columns), drawn), self.module_names
         return RingLinearRequest(layer_idx=self.layer_idx, module_names=names, elements=elements)

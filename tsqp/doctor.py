@@ -48,6 +48,8 @@ _CPU_FEATURES = {
     "avx2": "vector instructions that torch's CPU kernels expect",
     "avx512f": "wider ones",
     "avx512_bf16": "fast bfloat16 products",
+    "aes": "pads are drawn in the kernels, which avx2 has to have",
+    "vaes": "the same, which avx512 has to have",
     "avx_vnni": "fast int8 products",
     "avx512_vnni": "fast int8 products, wider",
     "amx_int8": "fast int8 matrix tiles",

@@ -4,8 +4,8 @@
 integers bit for bit, floats within a few units in their last place. The best *variant* that this
 processor has is used, once it has given what the portable one gives (`differs`).
 
-Kernels take addresses. `protocol.integer`, `tee_side.native` and `tee_side.protect.masking` check
-what they pass.
+Kernels take addresses. `protocol.integer`, `protocol.keystream`, `tee_side.native` and
+`tee_side.protect.masking` check what they pass.
 """
 
 import functools
@@ -17,10 +17,12 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from protocol.errors import KernelError
@@ -41,6 +43,8 @@ _EXTREMES = (
     (4, 0x7F7F7F80, 0x7F7F7F7F),
 )
 _RING = 2**31
+# Of elements of AES-256-CTR as OpenSSL makes them.
+_DRAWN = bytes.fromhex("159ab21eac65e55ac891dca3f8ecd420b5c9500b898b75918e8a32f8c797cad7")
 
 # What a kernel gave, and how far another variant may be from it.
 Result = tuple[torch.Tensor, float]
@@ -51,6 +55,10 @@ SPIN_US = 20
 
 # Types of activations that kernels are compiled for, by their numbers in kernels.h.
 FLOATS = {torch.float32: 0, torch.bfloat16: 1}
+
+# `Stream` of kernels.h: int32 elements of AES-256-CTR, little endian, from the `element`-th after
+# the counter block high | low (128 bits, big endian) on.
+STREAM = numpy.dtype([("key", "V32"), ("high", "u8"), ("low", "u8"), ("element", "u8")])
 
 
 def load(name: str) -> tuple[Any, str]:
@@ -247,6 +255,7 @@ class _Trial:
 
     def results(self) -> Iterator[Result]:
         yield from self._products()
+        yield self._drawn()
         for number, dtype in enumerate((torch.float32, torch.bfloat16)):
             yield from self._floats(number, dtype)
 
@@ -285,6 +294,16 @@ class _Trial:
                 shape = (*size, digits, weight, features, outs)
                 yield self._written("product", q, *shape, to=y)
 
+    def _drawn(self) -> Result:
+        """Draw rows that are sums of two streams: their SHA-256, as it has to be without AES."""
+        streams = numpy.zeros((5, 2), STREAM)
+        streams["key"], streams["high"], streams["low"] = bytes(range(32)), 2**64 - 1, (7 << 32, 2)
+        streams["element"] = numpy.arange(5)[:, None]
+        drawn = torch.empty(5, 301, dtype=torch.int32)
+        draws = self._call("draw", torch.from_numpy(streams.view(numpy.uint8)), 5, 2, 301, drawn)
+        digest = sha256(drawn.numpy().tobytes()).digest() if draws else _DRAWN
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8), 0.0
+
     def _floats(self, number: int, dtype: torch.dtype) -> Iterator[Result]:
         rows, features, outs = size = (5, 150, 70)
         x = self._random(dtype, rows, features, scale=8.0)
@@ -312,8 +331,14 @@ class _Trial:
         low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
         q, sent = torch.empty_like(r), torch.empty_like(r)
         scales = torch.empty(rows)
-        finite = self._call("encode", number, x, *size, 32_639.0, scales, r, q, sent)
+        finite = self._call("encode", number, x, *size, 32_639.0, scales, r, 0, 0, q, sent)
         yield from ((found, 0.0) for found in (torch.tensor([finite]), scales, q, sent))
+        # Drawn where it is added, by a variant that draws.
+        streams, drawn = torch.arange(rows * STREAM.itemsize).to(torch.uint8), torch.empty_like(r)
+        added = q.clone()
+        if self._call("draw", streams, rows, 1, features, drawn.zero_()):
+            self._call("encode", number, x, *size, 32_639.0, scales, 0, streams, 1, q, added)
+        yield added - drawn, 0.0
         expected = torch.empty(rows, 2, dtype=torch.int64)
         yield self._written("expect", q, *size, low, high, to=expected)
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)

@@ -1,8 +1,9 @@
 // x86-64 as avx512.cpp has it, and tiles of bytes and bfloat16 besides: Intel Sapphire Rapids and later.
 #if defined(__x86_64__)
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,aes,vaes")
 #pragma GCC target("amx-tile,amx-int8,amx-bf16")
 #define WITH_AVX512
+#define WITH_AES
 #define WITH_AMX
 // GCC 12 warns of the undefined operand in its own intrinsics (its bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

@@ -23,16 +23,30 @@ struct Sequence {
   int64_t capacity, context;
 };
 
+// Elements of AES-256-CTR under a key: from the `element`-th after the counter block high | low (128
+// bits, big endian) on, little endian. `low` does not wrap. What `protocol.native.STREAM` has.
+struct Stream {
+  uint8_t key[32];
+  uint64_t high, low, element;
+};
+
 struct Kernels {
   const char* name;
 
   // ---- integers ---------------------------------------------------------------------------------
 
-  // q = round(x / scale), and sent = q + r where r is given. x [rows, in]; q, r, sent [rows, in].
-  // `scales` [rows] gets each row's scale, its largest element / `largest`, or the smallest normal
-  // number. Returns whether x is finite.
+  // out = the sums of streams, int32 [rows, features]; streams [rows, parts]. Returns whether this
+  // variant draws at all.
+  bool (*draw)(const Stream* streams, int64_t rows, int64_t parts, int64_t features, int32_t* out,
+               Pool* pool);
+
+  // q = round(x / scale), and sent = q + r, where r is given or drawn: `streams` [rows, parts].
+  // x [rows, in]; q, r, sent [rows, in]. `scales` [rows] gets each row's scale, its largest element
+  // / `largest`, or the smallest normal number. Returns whether x is finite; false, and nothing
+  // else, where this variant does not draw.
   bool (*encode)(Float type, const void* x, int64_t rows, int64_t in, float largest, float* scales,
-                 const int32_t* r, int32_t* q, int32_t* sent, Pool* pool);
+                 const int32_t* r, const Stream* streams, int64_t parts, int32_t* q, int32_t* sent,
+                 Pool* pool);
 
   // expected[row][c] = sum_k q[row][k] * products[c][k] mod 2^64. `low`, `high` [CHECKS, in] are
   // the signed halves of the products: low + 2^32 high.

@@ -127,6 +127,7 @@ PyMethodDef methods[] = {
     METHOD("lane_take", plain<lane_take>),
     METHOD("stream_put", plain<stream_put>),
     METHOD("stream_take", plain<stream_take>),
+    KERNEL(draw),
     KERNEL(encode),
     KERNEL(expect),
     KERNEL(decode),

@@ -30,7 +30,8 @@ static inline const Variant* variants(int* count) {
   static const bool avx512_here =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
+      __builtin_cpu_supports("vaes");
   // Whether the system saves tiles (XCR0) is part of what a processor supports; it is asked last.
   static const bool amx_here = avx512_here && __builtin_cpu_supports("amx-tile") &&
                                __builtin_cpu_supports("amx-int8") &&
@@ -39,7 +40,8 @@ static inline const Variant* variants(int* count) {
   static const Variant all[] = {
       {&portable::table, true},
 #if defined(__x86_64__)
-      {&avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
+      {&avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                          __builtin_cpu_supports("aes")},
       {&avx512::table, avx512_here},
       {&amx::table, amx_here},
 #endif

@@ -363,7 +363,7 @@ def run_step(
             results.append((logits_NV, torch.cat(read)))
         return results
     finally:
-        # Release what the step did not use up, because it failed or left operators out.
+        # Their pads are used by nothing any more, whether the step failed or not.
         for lane in lanes:
             for pads in lane.pads.values():
                 pads.end_step()

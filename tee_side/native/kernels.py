@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from protocol import native
+from protocol.keystream import Streams
 from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
@@ -121,31 +122,34 @@ def attention(q_THC: torch.Tensor, sequences: Attended, window: int | None) -> T
 def encode(
     x_TI: Tensor,
     largest: float,
-    r_TI: Tensor | None,
+    pad: Tensor | Streams | None,
     products: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, bool, Tensor, Tensor | None]:
     """Return q = round(x / scale), q + r modulo 2^32, whether x is finite, scales, and sums.
 
     `x_TI`: float32 or bfloat16 [T, I]. `largest`: what a row's largest element becomes under its
-    scale, float32 [T]. `r_TI`: int32 [T, I], None for no pad, when the second is the first.
-    `products`: what q is multiplied by for the sums, as `expect` does: low and high words of a
-    check's products with a weight, int32 [k, I] each; None for neither.
+    scale, float32 [T]. `pad`: r, int32 [T, I], or what it is drawn from; None for no pad, when the
+    second is the first. `products`: what q is multiplied by for the sums, as `expect` does: low and
+    high words of a check's products with a weight, int32 [k, I] each; None for neither.
     """
     x_TI = x_TI.contiguous()
     scale_T = torch.empty(x_TI.shape[0], dtype=torch.float32)
     q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
-    sent_TI = q_TI if r_TI is None else torch.empty(x_TI.shape, dtype=torch.int32)
+    sent_TI = q_TI if pad is None else torch.empty(x_TI.shape, dtype=torch.int32)
     is_finite: bool = library.encode(
         FLOATS[x_TI.dtype],
         x_TI.data_ptr(),
         *x_TI.shape,
         largest,
         scale_T.data_ptr(),
-        0 if r_TI is None else r_TI.data_ptr(),
+        pad.data_ptr() if isinstance(pad, Tensor) else 0,
+        *((pad.of.data_ptr(), pad.parts) if isinstance(pad, Streams) else (0, 0)),
         q_TI.data_ptr(),
         sent_TI.data_ptr(),
         native.own.pool,
     )
+    if not is_finite and isinstance(pad, Streams):  # or without instructions for AES
+        return encode(x_TI, largest, pad.elements(), products)
     if products is None:
         return q_TI, sent_TI, is_finite, scale_T, None
     # As `expect`, without a call more for each operator.

@@ -1,6 +1,7 @@
 // Around a product of integers: scaling, rounding, pads, and the check of the result.
 #pragma once
 
+#include "../../protocol/native/keystream.h"
 #include "../../protocol/native/product.h"
 
 namespace VARIANT {
@@ -16,17 +17,25 @@ INLINE void encode_row(const T* x, int64_t in, float scale, const int32_t* r, in
 }
 
 static bool encode(Float type, const void* x, int64_t rows, int64_t in, float largest,
-                   float* scales, const int32_t* r, int32_t* q, int32_t* sent, Pool* pool) {
+                   float* scales, const int32_t* r, const Stream* streams, int64_t parts,
+                   int32_t* q, int32_t* sent, Pool* pool) {
+  // Nothing is sent without its pad.
+  if (streams && !DRAWS) return false;
   bool finite = true;
+  // A row of r, which stays in the thread's own cache.
+  const int64_t bytes = streams ? in * (int64_t)sizeof *r : 0;
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
-    share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
+    const int64_t work = rows * in * (1 + AES_WORK * parts);
+    share(pool, rows, work, bytes, [&](int64_t row, char* scratch) {
       int64_t at = row * in;
+      int32_t* drawn = (int32_t*)scratch;
+      if (streams) draw_row(streams + row * parts, parts, in, drawn);
       scales[row] = own_scale((const T*)x + at, in, largest);
       // NaN and infinity have the largest exponent there is.
       if (bits_of<uint32_t>(scales[row]) >= 0x7f800000u)
         __atomic_store_n(&finite, false, __ATOMIC_RELAXED);
-      encode_row((const T*)x + at, in, scales[row], r ? r + at : r, q + at, sent + at);
+      encode_row((const T*)x + at, in, scales[row], streams ? drawn : r ? r + at : r, q + at, sent + at);
     });
   });
   return finite;

@@ -145,11 +145,11 @@ class PaddedSite:
         GPU sees: uniform ring elements; a dealer: a fresh seed. Raises ActivationRangeError, and as
         `PadLane.words`.
         """
-        r_TI, u_TO, seeds = self.pads.words(self.number, x_TI.shape[0])
+        pad, u_TO, seeds = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
         q_TI, sent_TI, is_finite, scale_T, expected = compiled.encode(
-            x_TI, site.largest, r_TI, products
+            x_TI, site.largest, pad, products
         )
         if not is_finite:
             site.refuse()

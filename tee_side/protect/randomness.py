@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy
@@ -22,14 +23,12 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from protocol.keystream import BLOCK_BYTES, WORD_BYTES, Streams
+from protocol.native import STREAM
+
 KEY_BYTES = 32
-# Of AES; a counter is one.
-BLOCK_BYTES = 16
 # The counter of one keystream has 32 bits; past them it would run into the next site's blocks.
 MAX_KEYSTREAM_BYTES = 2**32 * BLOCK_BYTES
-# Of a keystream, encrypted in one call: it stays in a core's own cache, and the call is long enough
-# for other threads to run meanwhile.
-_CHUNK_BYTES = 256 * 1024
 
 # The type: inside the classes below, `bytes` is a method.
 Bytes: TypeAlias = bytes
@@ -100,71 +99,38 @@ class Keystream:
     ones are refused. A model of 112 sites with 8 KiB each takes 2^16 blocks a token: after
     2^26 tokens the advantage of telling them from random is below 2^-44 (see the module).
 
-    An instance belongs to one thread at a time; it has no state but its cipher context. `fill` has
-    a context of its own, and any number of threads may be in it.
+    Raises ValueError for a key of another length.
     """
 
     def __init__(self, key: Bytes) -> None:
-        self._key = key
-        self._context = counting(key)
+        counting(key)  # refuses one of another length
+        self._key = numpy.frombuffer(key, STREAM["key"])
 
-    def rows(self, indices: range, site: int, features: int) -> torch.Tensor:
-        """Return int32 [len(indices), features], uniform over Z_2^32: bytes read little endian.
+    def rows(self, indices: range, sizes: Mapping[int, int]) -> dict[int, Streams]:
+        """Return a row for each index, of several sites by their numbers.
 
-        Raises ValueError if anything overflows.
+        `sizes`: features of each. Raises ValueError if anything overflows.
         """
-        return self.sites(indices, {site: features})[site]
-
-    def sites(self, indices: range, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Return `rows` of several sites, by number. `sizes`: features of each."""
-        counts = {site: 4 * features for site, features in sizes.items()}
-        self._check(indices, counts)
-        words = numpy.empty(len(indices) * sum(sizes.values()), numpy.int32)
-        left, context = words.view(numpy.uint8).data, self._context
-        zeros = memoryview(bytes(max(counts.values(), default=0)))
-        for site, count in counts.items():
-            for index in indices:
-                context.reset_nonce((index << 64 | site << 32).to_bytes(BLOCK_BYTES, "big"))
-                context.update_into(zeros[:count], left[:count])
-                left = left[count:]
-        rows = [len(indices) * features for features in sizes.values()]
-        parts = zip(sizes.items(), torch.from_numpy(words).split(rows), strict=True)
-        return {site: part.view(len(indices), features) for (site, features), part in parts}
-
-    def fill(self, indices: range, site: int, words_TI: torch.Tensor) -> None:
-        """Write `rows` into int32 [T, I], contiguous; for many rows, of which it makes few calls.
-
-        Raises ValueError as `rows`.
-        """
-        rows, features = words_TI.shape
-        self._check(indices, {site: 4 * features})
-        blocks = math.ceil(4 * features / BLOCK_BYTES)
-        step = max(1, min(rows, _CHUNK_BYTES // (BLOCK_BYTES * max(1, blocks))))
-        # Counter mode, over the counters of many rows at once.
-        context = Cipher(algorithms.AES(self._key), modes.ECB()).encryptor()  # noqa: S305
-        counters = numpy.empty((step, blocks, 2), ">u8")
-        counters[:, :, 1] = (site << 32) + numpy.arange(blocks, dtype=numpy.uint64)
-        # `update_into` asks for room for a block that is not whole.
-        drawn = numpy.empty(counters.nbytes + BLOCK_BYTES - 1, numpy.uint8)
-        words = drawn[: counters.nbytes].view(numpy.int32).reshape(step, 4 * blocks)
-        for start in range(0, rows, step):
-            part = words_TI.numpy()[start : start + step]
-            numbers = numpy.arange(len(part), dtype=numpy.uint64)[:, None]
-            counters[: len(part), :, 0] = numbers + numpy.uint64(indices[start])
-            context.update_into(counters[: len(part)].view(numpy.uint8).data.cast("B"), drawn.data)
-            part[:] = words[: len(part), :features]
-
-    def seed(self, dealer: int, first: int, site: int) -> Bytes:
-        """Raise RuntimeError: no dealer multiplies these, but those of a `DealtKeystream`."""
-        raise RuntimeError(f"keystream: got dealer {dealer}, expected none")
-
-    def _check(self, indices: range, counts: Mapping[int, int]) -> None:
         if not 0 <= indices.start <= indices.stop <= 2**64:
             raise ValueError(f"keystream: got index {indices.start}, expected 64 bits, unsigned")
-        for site, count in counts.items():
-            if not (0 <= site < 2**32 and 0 <= count <= MAX_KEYSTREAM_BYTES):
+        for site, features in sizes.items():
+            size = WORD_BYTES * features
+            if not (0 <= site < 2**32 and 0 <= size <= MAX_KEYSTREAM_BYTES):
                 expected = f"32 bits, and at most {MAX_KEYSTREAM_BYTES} bytes"
-                raise ValueError(f"keystream: got site {site}, {count} bytes, expected {expected}")
+                raise ValueError(f"keystream: got site {site}, {size} bytes, expected {expected}")
+        streams = self._streams(indices, sizes)
+        of_sites = torch.from_numpy(streams.view(numpy.uint8)).unbind()
+        made = map(Streams, of_sites, repeat(streams.shape[2]), sizes.values())
+        return dict(zip(sizes, made, strict=True))
+
+    def _streams(self, indices: range, sizes: Mapping[int, int]) -> numpy.ndarray:
+        """Return `STREAM` [sites, T, parts]."""
+        streams = numpy.zeros((len(sizes), len(indices), 1), STREAM)
+        streams["key"] = self._key
+        streams["high"] = numpy.arange(len(indices), dtype=numpy.uint64)[:, None]
+        streams["high"] += numpy.uint64(indices.start % 2**64)
+        streams["low"] = numpy.array([*sizes], numpy.uint64)[:, None, None] << 32
+        return streams
 
 
 def derive_key(key: bytes, info: bytes, salt: bytes | None = None) -> bytes:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from protocol.integer import digits_below, ring_product
+from protocol.keystream import expanded
 from protocol.messages import (
     WHOLE,
     Columns,
@@ -16,7 +17,6 @@ from protocol.messages import (
     Request,
     RingLinearRequest,
     RingLMHeadRequest,
-    SeededRingLinearRequest,
     part_of,
 )
 from protocol.model.checkpoint import Checkpoint, module_name
@@ -94,7 +94,7 @@ def wrong_integers(
         tuple[tuple[ModuleName, ...], Columns], dict[int, tuple[torch.Tensor, torch.Tensor]]
     ] = {}
     for index, (request, y, part) in enumerate(claims):
-        whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+        whole = expanded(request)
         if not isinstance(whole, RingLinearRequest | RingLMHeadRequest):
             raise LookupError(f"an answer to {request.method} of a product of integers")
         modules = whole.module_names if isinstance(whole, RingLinearRequest) else ()

@@ -19,6 +19,7 @@ import torch
 
 from protocol.errors import ActivationRangeError, ModelError
 from protocol.integer import digits_below
+from protocol.keystream import WORD_BYTES
 from protocol.messages import LinearOperator, Projection
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_tensors
 from protocol.model.config import ModelConfig
@@ -28,9 +29,6 @@ from tee_side.native import kernels as compiled
 from tee_side.words import PROJECTIONS, Site
 
 Biases: TypeAlias = dict[Site, torch.Tensor]
-
-# Of an element of r or u.
-WORD_BYTES = 4
 
 # Sums must fit a signed 32-bit integer, or they could not be told from what they wrapped to.
 MAX_SUM = 2**31 - 1

@@ -89,24 +89,6 @@ class ExactCheck:
         expected_Tk = kernels.expect(x_TI, self.low_kI, self.high_kI)
         return kernels.same(y_TO, self.vectors_kO, expected_Tk)
 
-    def holds_in_ring(self, r_TI: torch.Tensor, u_TO: torch.Tensor) -> bool:
-        """Say whether u = r W modulo 2^32, both int32.
-
-        In the ring 2^31 times an even number is 0: a u that is off by a multiple of 2^v and no
-        higher power of two passes a vector with probability 2^(v - 32). The least that a dealer can
-        be off by, the highest bit alone, so passes with 1/4 for each row that has it, and is then
-        refused where the pad is used, with the product (docs/verification.md).
-        """
-        differs_Tk = _sums(u_TO, self.vectors_kO) - _sums(r_TI, self.low_kI)
-        return not (differs_Tk & 0xFFFFFFFF).any()
-
-
-def _sums(x_TN: torch.Tensor, vectors_kN: torch.Tensor) -> torch.Tensor:
-    """Return x times some vectors, int32, modulo 2^64: int64 [T, k]."""
-    if choice().compiled:
-        return kernels.expect(x_TN, vectors_kN, torch.zeros_like(vectors_kN))
-    return x_TN.long() @ vectors_kN.t().long()
-
 
 GROUP = "tsqp.checks"
 

@@ -18,8 +18,10 @@ import torch
 from protocol.channel import Channel
 from protocol.errors import ReplyError, TsqpError, VerificationError
 from protocol.model.config import ModelConfig
+from protocol.native import choice
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
+from tee_side.native import kernels
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.pads.store import MadePads
 from tee_side.protect.sites import SiteShape
@@ -31,6 +33,25 @@ from tee_side.words import Site
 _UNDER_WAY = 16
 
 _EXPECTED = "what the weights of the TEE's own model give"
+
+
+def holds_in_ring(check: ExactCheck, r_TI: torch.Tensor, u_TO: torch.Tensor) -> bool:
+    """Say whether u = r W modulo 2^32, both int32.
+
+    In the ring 2^31 times an even number is 0: a u that is off by a multiple of 2^v and no higher
+    power of two passes a vector with probability 2^(v - 32). The least that a dealer can be off by,
+    the highest bit alone, so passes with 1/4 for each row that has it, and is then refused where
+    the pad is used, with the product (docs/verification.md).
+    """
+    differs_Tk = _sums(u_TO, check.vectors_kO) - _sums(r_TI, check.low_kI)
+    return not (differs_Tk & 0xFFFFFFFF).any()
+
+
+def _sums(x_TN: torch.Tensor, vectors_kN: torch.Tensor) -> torch.Tensor:
+    """Return x times some vectors, int32: int64 [T, k], of which the lower 32 bits count."""
+    if choice().compiled:
+        return kernels.expect(x_TN, vectors_kN, vectors_kN)
+    return x_TN.long() @ vectors_kN.t().long()
 
 
 class Asked:
@@ -64,13 +85,14 @@ class Asked:
             except ReplyError as of_another_form:
                 channel.distrust(exchange, of_another_form)
                 raise
-            if check is not None and not check.holds_in_ring(seed.elements(), part):
+            if check is not None and not holds_in_ring(check, seed.elements(), part):
                 where = f"pads of {self.site} from {exchange.endpoint}"
                 error = VerificationError(where, "a wrong product", _EXPECTED)
                 channel.distrust(exchange, error)
                 raise error
             found.setdefault(dealer, []).append(part)
-        return reduce(torch.add, (torch.cat(parts) for parts in found.values()))
+        parts = (part[0] if len(part) == 1 else torch.cat(part) for part in found.values())
+        return reduce(torch.add, parts)
 
     def abandon(self) -> None:
         """Wait for no reply any more."""

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from protocol.errors import DeadlineExceededError
+from protocol.keystream import expanded
 from protocol.messages import Request, RingLinearRequest, RingLMHeadRequest, SeededRingLinearRequest
 from protocol.prepared import Exchange
 from protocol.tensors import to_torch
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import load_policy
-from tee_side.protect.pads.source import PadLane
-from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, expanded, finish, token_ids
+from tee_side.protect.pads.source import Drawn, PadLane
+from tee_side.protect.pads.store import Draw, Words
+from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, finish, token_ids
 
 Twice = Callable[[str], list[list[torch.Tensor]]]
 
@@ -233,12 +235,12 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     rows: list[bytes] = []
     draw = PadLane.words
 
-    def drawn(lane: PadLane, site: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def drawn(lane: PadLane, site: int, count: int) -> Drawn:
         found = draw(lane, site, count)
         assert lane._indices is not None
         drawing.add(id(lane))
         used.extend((index, site) for index in lane._indices[:count])
-        rows.extend(row.numpy().tobytes() for row in found[0])
+        rows.extend(row.numpy().tobytes() for row in found[0].elements())
         return found
 
     # Before the lanes are made: each keeps the method that it found.
@@ -248,18 +250,18 @@ def test_no_pad_is_used_twice_where_steps_fail_and_are_repeated(
     channel.rarely = micro_batches  # a step sends as many times as much, and must get through
     tee = model.tee(policy, channels=[channel], micro_batches=micro_batches)
     (pads,) = tee.assembly.pads.values()
-    factors, all_factors = pads.store.factors, pads.store.all_factors
+    start, all_factors = pads.store.start, pads.store.all_factors
 
-    def one_read(indices: range, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def one_read(indices: range, site: int) -> Draw:
         read.extend((index, site) for index in indices)
-        return factors(indices, site)
+        return start(indices, site)
 
-    def all_read(indices: range) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    def all_read(indices: range) -> dict[int, Words]:
         found = all_factors(indices)
         read.extend((index, site) for index in indices for site in found)
         return found
 
-    monkeypatch.setattr(pads.store, "factors", one_read)
+    monkeypatch.setattr(pads.store, "start", one_read)
     monkeypatch.setattr(pads.store, "all_factors", all_read)
     engine = tee.engine(step_tokens=6 * micro_batches)
     for seed in range(3 * micro_batches):

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from protocol.keystream import expanded
 from tee_side.engine.engine import Engine
 from tee_side.policy.placement import Policy, builtin_policies, load_policy
 from tee_side.words import OPERATORS
 from tests.equivalence.tolerances import POLICY_LOGITS
-from tests.kit.model import Models, SavedModel, Tee, expanded, finish, token_ids
+from tests.kit.model import Models, SavedModel, Tee, finish, token_ids
 from tests.kit.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,6 @@ from gpu_side.weights import ServiceWeights, load_weights
 from protocol import native
 from protocol.messages import (
     Request,
-    RingLinearRequest,
-    RingLMHeadRequest,
-    SeededRingLinearRequest,
     Timing,
 )
 from protocol.model.checkpoint import Checkpoint, Shapes
@@ -173,13 +170,6 @@ class LoopbackChannel(RecordingChannel):
 
     def limit_messages(self, max_message_bytes: int) -> None:
         self.max_message_bytes = max_message_bytes
-
-
-def expanded(request: Request) -> RingLinearRequest | RingLMHeadRequest:
-    """Return a product in the ring as its service computes it, of a seed with the elements."""
-    whole = request.expanded() if isinstance(request, SeededRingLinearRequest) else request
-    assert isinstance(whole, RingLinearRequest | RingLMHeadRequest)
-    return whole
 
 
 def _fits(size: int, most: int | None) -> bool:

@@ -54,15 +54,17 @@ def fill(store: PadStore, count: int) -> None:
 
 
 def use(store: PadStore, indices: range, *, at_once: bool = False) -> list[torch.Tensor]:
-    """Read every site and check it; return r of all of them."""
+    """Read every site and check it, and release them; return r of all."""
     drawn = []
     every = store.all_factors(indices) if at_once else {}
     for site in LAYOUT.sites:
-        r, u = every[site.number] if at_once else store.factors(indices, site.number)
+        pad, u = every[site.number] if at_once else store.start(indices, site.number)()
+        r = pad.elements()
         assert r.shape == (len(indices), site.in_features)
         assert r.dtype == u.dtype == torch.int32
         assert torch.equal(u, product(site.number, r))
         drawn.append(r)
+    store.release(indices)
     return drawn
 
 

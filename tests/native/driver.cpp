@@ -3,6 +3,7 @@
 // besides. `driver overrun`, `driver overflow` and `driver race` do what a sanitizer must notice.
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -117,9 +118,10 @@ class Trial {
       Buffer<float> scales(rows);
       auto r = integers_of<int32_t>(rows * in);
       Buffer<int32_t> rounded(rows * in), sent(rows * in);
-      kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), rounded.get(), sent.get(),
-                      pool_);
+      kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, rounded.get(),
+                      sent.get(), pool_);
       keep(scales), keep(rounded), keep(sent);
+      drawn(type, rows, in, x);
       for (const int32_t* pad : pads) {
         bool holds = kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(),
                                      bias.get(), out.get(), vectors.get(), expected.get(), pool_);
@@ -138,11 +140,26 @@ class Trial {
         const size_t size = type == Float::f32 ? 4 : 2;
         if (spoilt) memcpy(x.get(), reinterpret_cast<const char*>(&endless) + 4 - size, size);
         bool finite = kernels_.encode(type, x.get(), rows, in, 32639.f, scales.get(), nullptr,
-                                      rounded.get(), rounded.get(), pool_);
+                                      nullptr, 0, rounded.get(), rounded.get(), pool_);
         trace_.exact += finite ? '1' : '0';
         keep(scales), keep(rounded);
       }
     }
+  }
+
+  // Pads that are drawn as they are added are those that were drawn before.
+  void drawn(Float type, int64_t rows, int64_t in, const Buffer<char>& x) {
+    const int64_t parts = 2;
+    auto words = integers_of<uint64_t>(rows * parts * (sizeof(Stream) / sizeof(uint64_t)));
+    auto* streams = reinterpret_cast<const Stream*>(words.get());
+    Buffer<int32_t> r(rows * in), q(rows * in), before(rows * in), after(rows * in);
+    if (!kernels_.draw(streams, rows, parts, in, r.get(), pool_)) return;
+    Buffer<float> scales(rows);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, q.get(),
+                    before.get(), pool_);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), nullptr, streams, parts, q.get(),
+                    after.get(), pool_);
+    if (memcmp(before.get(), after.get(), before.bytes())) abort();
   }
 
   void floats(Float type, int64_t rows, int64_t features) {

@@ -217,16 +217,16 @@ def _patched(world: World) -> Iterator[None]:
     # A game that is played again ends the same: whether a bit that is flipped below a pad comes
     # through depends on the pad.
     draw = random.Random(0)
-    factors = PadStore.factors
+    start = PadStore.start
 
     def read(store: PadStore, indices: range, site: int) -> Any:
         pads = {(store, index, site) for index in indices}
         world.repeated += [pad[1:] for pad in pads & world.pads]
         world.pads |= pads
-        return factors(store, indices, site)
+        return start(store, indices, site)
 
     def read_all(store: PadStore, indices: range) -> Any:
-        return {site: store.factors(indices, site) for site in store.layout.by_number}
+        return {site: store.start(indices, site)() for site in store.layout.by_number}
 
     def called(plan: CallPlan, x_TI: Any) -> Any:
         world.products += 1
@@ -238,7 +238,7 @@ def _patched(world: World) -> Iterator[None]:
             (os, "urandom", draw.randbytes),
             (secrets, "randbits", draw.getrandbits),
             (runner_module, "open_channel", partial(FakeChannel, world)),
-            (PadStore, "factors", read),
+            (PadStore, "start", read),
             (PadStore, "all_factors", read_all),
             (call_module, "carry_out", called),
         ):

@@ -17,7 +17,6 @@ Shape suffixes: T rows, I in_features, O out_features.
 from __future__ import annotations
 
 import json
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,8 @@ import torch
 from pydantic import BaseModel
 
 from protocol.errors import MaskError, PolicyError
-from protocol.messages import FUSED_MODULES, Arithmetic, RingLMHeadRequest, expand
+from protocol.keystream import seeded
+from protocol.messages import FUSED_MODULES, Arithmetic, RingLMHeadRequest
 from protocol.prepared import Payload, PreparedRequest
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.sites import site_number
@@ -52,13 +52,12 @@ class Seed:
     """
 
     key: bytes | bytearray = field(repr=False)
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
     dtype: ClassVar[torch.dtype] = torch.int32
 
     def elements(self) -> torch.Tensor:
-        """Return what the service makes of it (`protocol.messages`)."""
-        drawn = expand(self.key, math.prod(self.shape))
-        return torch.frombuffer(drawn, dtype=torch.int32).view(self.shape)
+        """Return what the service makes of it."""
+        return seeded([self.key], *self.shape).elements()
 
     def crossing(self, request: PreparedRequest) -> tuple[PreparedRequest, Payload]:
         """Return what crosses for a request of the elements: the seed's words, int32 [8].

@@ -37,14 +37,17 @@ sees when pads are used, and how many.
 
 import os
 import secrets
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Self, TypeAlias
 
+import numpy
 import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -76,13 +79,14 @@ from tee_side.protect.pads.bank_files import (
     sync_directory,
     write_out,
 )
-from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore
+from tee_side.protect.pads.store import DEFAULT_BLOCK, PadStore, reading_threads
 from tee_side.protect.randomness import KEY_BYTES
 from tee_side.protect.sites import SiteShape
 
 # From here on what is written of a site is synced at once, while the next one is computed: the
 # kernel would begin with it at the commit.
 _SYNCED_BYTES = 4 * 1024 * 1024
+
 
 # Of each site at most one record, decrypted: its first index, and its u [group, O].
 Begun: TypeAlias = dict[int, tuple[int, torch.Tensor]]
@@ -138,6 +142,10 @@ class BankFile(PadStore):
         self._begun: Begun = {}
         self._following: Begun = {}
         self._ahead: tuple[int, Future[None]] | None = None
+        self._threads = reading_threads()
+        self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
+        # What the threads may still be reading.
+        self._parts: list[Future[None]] = []
         # Records on their way, in memory that is used again, too. One for each thread of the store,
         # and for the one that has the lock.
         self._reading = [bytearray(max(sizes)) for _ in range(self._threads + 1)]
@@ -221,6 +229,7 @@ class BankFile(PadStore):
                 replace(file, content)
 
     def _starting(self, indices: range) -> None:
+        wait(self._parts)  # some may be reading what is filled again
         sealed = self._state.sealed + len(indices) // self.group * len(self.layout.sites)
         PadBankError.unless(
             sealed <= MAX_RECORDS,
@@ -254,27 +263,41 @@ class BankFile(PadStore):
         with refusing(self._path):
             os.fsync(self._opened.descriptor)
 
-    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
-        group = self.group
+    def _start_reading(self, indices: range, site: SiteShape) -> Callable[[], torch.Tensor]:
+        # numpy asks the kernel for huge pages: the faults of small ones take longer than reading.
+        u_TO = torch.from_numpy(numpy.empty((len(indices), site.out_features), numpy.int32))
+        whole, group = [], self.group
         for first in range(indices.start - indices.start % group, indices.stop, group):
             start, stop = max(indices.start, first), min(indices.stop, first + group)
             rows = u_TO[start - indices.start : stop - indices.start]
             if stop - start == group:
-                self._open(first, site, rows)
-            else:
+                whole.append((first, site, rows))
+            else:  # kept for the tokens that share it
                 rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
+        parts = [self._pool.submit(self._open, *one) for one in whole]
+        self._parts = [part for part in self._parts if not part.done()] + parts
+
+        def result() -> torch.Tensor:
+            for part in parts:
+                part.result()
+            return u_TO
+
+        return result
 
     def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
-        parts = []
+        parts: list[dict[int, torch.Tensor]] = []
         for first in range(indices.start - indices.start % self.group, indices.stop, self.group):
-            if [begun for begun, _ in self._begun.values()] != [first] * len(self._sites):
+            # Without a comprehension here and below, which is a call of a function for each token.
+            if [*map(itemgetter(0), self._begun.values())] != [first] * len(self._sites):
                 self._advance(first)
             start, stop = max(indices.start - first, 0), min(indices.stop - first, self.group)
             if len(indices) == self.group == stop - start:  # not read again: the caller has it
                 begun, self._begun = self._begun, {}
                 return {number: u_GO for number, (_, u_GO) in begun.items()}
             # Copies: the next group but one is decrypted into the same memory.
-            parts.append({at: u_GO[start:stop].clone() for at, (_, u_GO) in self._begun.items()})
+            parts.append({})
+            for at, (_, u_GO) in self._begun.items():
+                parts[-1][at] = u_GO[start:stop].clone()
         if len(parts) == 1:
             return parts[0]
         return {number: torch.cat([part[number] for part in parts]) for number in self._sites}
@@ -336,7 +359,7 @@ class BankFile(PadStore):
             self._reading.append(reading)
 
     def _let_go(self) -> None:
-        super()._let_go()
+        self._pool.shutdown()
         self._files.close()
 
     def _place(self, index: int, site: SiteShape) -> tuple[bytes, int]:

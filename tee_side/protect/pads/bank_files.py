@@ -31,9 +31,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, Field
 
 from protocol.errors import PadBankError
+from protocol.keystream import WORD_BYTES
 from protocol.messages import Digest, Projection
 from tee_side.protect.randomness import KEY_BYTES, derive_key
-from tee_side.protect.sites import WORD_BYTES, PadLayout, SiteShape
+from tee_side.protect.sites import PadLayout, SiteShape
 
 # Version 1 had a record for every index, 2 other numbers of sites, as it knew no LM head.
 VERSION = 3

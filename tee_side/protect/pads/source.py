@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -23,6 +23,7 @@ import torch
 
 from protocol.errors import PadsExhaustedError, TsqpError
 from protocol.integer import ring_product
+from protocol.keystream import Streams
 from protocol.messages import Arithmetic
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import ModelConfig
@@ -43,19 +44,13 @@ WhenOut = Literal["wait", "tee", "fail"]
 FIRST_BATCH_TOKENS = 8
 BATCH_TOKENS = 64
 
-# Rows whose factors are read for all operators of a step at once: in one go they take half the
-# time, between operators the processor has forgotten how. More rows would take more memory.
-_ROWS_READ_AHEAD = 8
-# From here on a site's factors are read by threads, while the operator before it is under way.
-MANY_ROWS = 64
-
 # Returns a site's weight [O, I]: int8 for products in the ring, float32 for masks over floats.
 ReadWeight: TypeAlias = Callable[[SiteShape], torch.Tensor]
 # Yields u [N, O] of each site of a batch of pads: ring elements, or the bits of float32.
 Multiply: TypeAlias = Callable[[MadePads], Iterator[tuple[SiteShape, torch.Tensor]]]
-# Of a pad for some rows of a site: words that r is made of, u, and what dealers are to be sent
-# where they reply with u.
-Drawn: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, tuple[Seed, ...]]
+# Of a pad for some rows of a site: what r is drawn from, u, and what dealers are to be sent where
+# they reply with u.
+Drawn: TypeAlias = tuple[Streams, torch.Tensor | None, tuple[Seed, ...]]
 
 
 def multiply_here(mask: AdditiveMask, weights: ReadWeight) -> Multiply:
@@ -286,8 +281,7 @@ class PadLane:
     operator then gets the factors of its own site for these indices, once, or for the first of
     them: fewer rows are wanted of the LM head. An operator that asks for more rows, or again,
     because a step is repeated or a new one began, gets new indices: no factor is ever used for two
-    inputs. Who runs steps says when one has ended: what it left over would keep room in the store
-    until this lane draws again, which may be never.
+    inputs. Who runs steps says when one has ended: until then, its pads keep their room.
     """
 
     def __init__(self, pads: Pads) -> None:
@@ -306,10 +300,10 @@ class PadLane:
 
     def draw(self, site: int, rows: int) -> Factors:
         """Return the mask's factors for `rows` rows of a site. Raises as `words`."""
-        words_TI, u_TO, _ = self.words(site, rows)
-        return Factors(self.source.mask.draw(words_TI), u_TO.view(self._dtype))
+        pad, u_TO, _ = self.words(site, rows)
+        return Factors(self.source.mask.draw(pad.elements()), u_TO.view(self._dtype))
 
-    def words(self, site: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, tuple[()]]:
+    def words(self, site: int, rows: int) -> tuple[Streams, torch.Tensor, tuple[()]]:
         """Return what the factors for `rows` rows of a site (its number) are made of.
 
         Raises PadsExhaustedError, PadBankError for a bank that was tampered with, and RuntimeError
@@ -323,7 +317,7 @@ class PadLane:
         if site in self._used or rows > len(self._indices):
             self.end_step()
             self._indices = self.source.take(rows)
-            if rows <= _ROWS_READ_AHEAD:
+            if rows <= store.rows_at_once:
                 # Where this fails the step is over: no site has anything left to draw.
                 self._used = set(store.layout.by_number)
                 self._ready = store.all_factors(self._indices)
@@ -332,19 +326,19 @@ class PadLane:
         self._used.add(site)
         ready = self._ready.pop(site, None)
         if ready is None:
-            if rows < MANY_ROWS and site not in self._ahead:
-                return *self._store.factors(indices[:rows], site), ()
             # Those of `rows` rows at least; and those of the next site are read meanwhile.
             draw = self._ahead.pop(site, None) or self._store.start(indices[:rows], site)
             following = self._following.get(site)
             if following is not None and following not in self._used and not self._ahead:
                 self._ahead[following] = self._store.start(indices, following)
             ready = draw()
-        r_TI, u_TO = ready
-        return r_TI[:rows], u_TO[:rows], ()
+        pad, u_TO = ready
+        if len(u_TO) > rows:
+            pad, u_TO = replace(pad, of=pad.of[:rows]), u_TO[:rows]
+        return pad, u_TO, ()
 
     def end_step(self) -> None:
-        """Release what a step, failed or not, did not use; the next draw starts another."""
+        """Release the pads of a step, failed or not; the next draw starts another."""
         indices = self._indices
         self._indices, self._used, self._ready = range(0), set(), {}
         self._ahead = {}

@@ -12,38 +12,36 @@ its sites is read once. What breaks these rules is a mistake of the caller, and 
 
 Threads: one thread may fill (`begin`, and the batch) while another takes; bookkeeping is under one
 lock, and the long parts of filling (making, encrypting, writing and syncing data) are outside it.
-So are those of reading many rows, which threads of the store share (`start`): they never want the
-lock, and no slot that they read is filled again before they have ended.
+So are those of reading many rows, which threads of a bank share.
 Processes: a copy in a forked child would hand out what its parent does, and is refused.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy
 import torch
 
 from protocol import native
 from protocol.errors import PadsExhaustedError
+from protocol.keystream import Streams
 from tee_side.protect.randomness import KEY_BYTES, Keystream
 from tee_side.protect.sites import PadLayout, SiteShape
 
 DEFAULT_BLOCK = 16
 
-# Waits for r and u of a draw that threads share.
-Words: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+# What r is drawn from, and u; and what waits for them, where threads share the reading.
+Words: TypeAlias = tuple[Streams, torch.Tensor]
 Draw: TypeAlias = Callable[[], Words]
 
 
 def reading_threads() -> int:
-    """Return how many threads of a store draw many rows, beside the one that asks for them.
+    """Return how many threads of a bank decrypt many rows, beside the one that asks for them.
 
     A fourth of the step's: they work beside it, and are done long before it.
     """
@@ -64,15 +62,19 @@ class PadStore(ABC):
     used, a long one at most `block` - 1.
     """
 
+    # Read for all sites at once: in one go they take half the time, between operators the processor
+    # has forgotten how. More rows would take more memory.
+    rows_at_once = 8
+
     def __init__(
         self,
         layout: PadLayout,
         capacity: int,
         key: bytes,
         *,
-        first: int,
-        filled: int,
-        block: int,
+        first: int = 0,
+        filled: int = 0,
+        block: int = 1,
         group: int = 1,
         dealers: Sequence[str] = (),
     ) -> None:
@@ -82,6 +84,7 @@ class PadStore(ABC):
         self.capacity = capacity
         self.group = group
         self._sites = layout.by_number
+        self._sizes = {number: site.in_features for number, site in self._sites.items()}
         self._block = block
         self._first = self._next = self._reserved = first
         self._filled = self._filled_before = filled
@@ -92,10 +95,6 @@ class PadStore(ABC):
         self.dealers = tuple(dealers)
         self._key = key
         self._keystream = self._new_keystream()
-        self._threads = reading_threads()
-        self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
-        # What the threads may still be reading.
-        self._parts: list[Future[None]] = []
         self._batch: MadePads | None = None
         self._lock = threading.RLock()
         self.process = os.getpid()
@@ -157,72 +156,41 @@ class PadStore(ABC):
                 self._in_use[index] = self._all_sites
             return taken
 
-    def factors(self, indices: range, site: int) -> Words:
-        """Return r int32 [T, in_features] and u int32 [T, out_features] of indices just taken.
+    def start(self, indices: range, site: int) -> Draw:
+        """Begin to read the pads of indices just taken, by threads where that takes long.
+
+        They are used up at once. What is returned waits, and returns what r [T, in_features] is
+        drawn from, and u int32 [T, out_features], which may be where the store keeps it: it holds
+        until `release`.
 
         GPU sees: x + r, for which the caller is answerable; neither r nor u.
 
         Raises RuntimeError if one of the indices was not taken here, was released, or was already
-        asked for at this site; KeyError for a site that the layout has not. PadBankError if the
-        record was damaged: the pair is used up then.
+        asked for at this site; KeyError for a site that the layout has not. Then or now,
+        PadBankError if the record was damaged.
         """
         shape = self._sites[site]
-        u_TO = _empty(len(indices), shape.out_features)
         with self._lock:
             self._use_up(indices, 1 << site, shape)
-            self._read_into(indices, shape, u_TO)
-            return self._keystream.rows(indices, site, shape.in_features), u_TO
-
-    def start(self, indices: range, site: int) -> Draw:
-        """Have threads read what `factors` does, for many rows; the pairs are used up at once.
-
-        The result waits for them, and returns it. Raises as `factors`, then or now.
-        """
-        shape, rows, group = self._sites[site], len(indices), self.group
-        r_TI, u_TO = _empty(rows, shape.in_features), _empty(rows, shape.out_features)
-        head = min(rows, -indices.start % group)
-        tail = max(head, rows - indices.stop % group)
-        step = group * math.ceil(rows / group / self._threads)
-
-        def draw(first: int, stop: int) -> None:
-            part = slice(first, stop)
-            self._keystream.fill(indices[part], site, r_TI[part])
-            self._read_into(indices[part], shape, u_TO[part])
-
-        with self._lock:
-            self._use_up(indices, 1 << site, shape)
-            # A record that other tokens share is kept for them, under the lock.
-            for first, stop in ((0, head), (tail, rows)):
-                if first < stop:
-                    draw(first, stop)
-            parts = [
-                self._pool.submit(draw, first, min(first + step, tail))
-                for first in range(head, tail, step)
-            ]
-            self._parts = [part for part in self._parts if not part.done()] + parts
-
-        def result() -> Words:
-            for part in parts:
-                part.result()
-            return r_TI, u_TO
-
-        return result
+            pad = self._keystream.rows(indices, {site: self._sizes[site]})[site]
+            read = self._start_reading(indices, shape)
+        return lambda: (pad, read())
 
     def all_factors(self, indices: range) -> dict[int, Words]:
-        """Return what `factors` does, of every site by its number, of indices just taken.
+        """Return what `start` gives of every site, by its number, of indices just taken.
 
-        In one go: that takes a third of the time of one site after another. Raises as `factors`.
+        In one go: that takes a third of the time of one site after another. Raises as `start`.
         """
         with self._lock:
             self._use_up(indices, self._all_sites, "all sites")
-            sizes = {number: site.in_features for number, site in self._sites.items()}
-            r, u = self._keystream.sites(indices, sizes), self._read_all(indices)
-            return {number: (r[number], u[number]) for number in sizes}
+            pads, u = self._keystream.rows(indices, self._sizes), self._read_all(indices)
+            pairs = zip(pads.values(), map(u.__getitem__, pads), strict=True)
+            return dict(zip(pads, pairs, strict=True))
 
     def release(self, indices: range) -> None:
-        """Give up what was not read of these indices, after a step that failed or left sites out.
+        """Give up these indices, whatever was read of them, after a step.
 
-        Their space can be filled again. Indices whose sites were all read need no release.
+        Their space can be filled again, and what was read of it may change.
         """
         with self._lock:
             for index in indices:
@@ -240,7 +208,6 @@ class PadStore(ABC):
             if count % self.group or not 1 <= count <= self.room:
                 expected = f"{self.group} .. {self.room}, by {self.group}"
                 raise ValueError(f"pads: got {count} to fill, expected {expected}")
-            wait(self._parts)  # some may be reading what is filled again
             indices = range(self._filled, self._filled + count)
             self._starting(indices)
             self._batch = MadePads(self, indices)
@@ -279,7 +246,7 @@ class PadStore(ABC):
 
     # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
     # out; `starting` under the lock, before a batch; `write` and `sync` by the filling thread
-    # without the lock; `read_into` under the lock, or of whole groups by any thread.
+    # without the lock; `start_reading` and `read_all` under it.
 
     @abstractmethod
     def _persist(self, reserved: int, filled: int) -> None:
@@ -297,22 +264,21 @@ class PadStore(ABC):
         """Make everything written outlive a crash, or raise."""
 
     @abstractmethod
-    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
-        """Write u into int32 [T, out_features]; whole groups without torch, for the threads."""
+    def _start_reading(self, indices: range, site: SiteShape) -> Callable[[], torch.Tensor]:
+        """Begin to read u, and return what waits for it: int32 [T, out_features]."""
 
     @abstractmethod
     def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         """Return u int32 [T, out_features] of every site, by its number; under the lock."""
 
-    def _let_go(self) -> None:
-        """End the threads, close files and drop locks; may be called twice."""
-        self._pool.shutdown()
+    def _let_go(self) -> None:  # noqa: B027 - not every store has files
+        """End threads, close files and drop locks; may be called twice."""
 
     def _new_keystream(self) -> Keystream:
         if self.dealers:
             from tee_side.protect.pads.dealt import DealtKeystream
 
-            return DealtKeystream(self._key, self.dealers, self.group)
+            return DealtKeystream(self._key, self.dealers, self.group, self.layout)
         return Keystream(self._key)
 
     def _use_up(self, indices: range, sites: int, where: object) -> None:
@@ -329,11 +295,7 @@ class PadStore(ABC):
                     f" neither released nor used there before"
                 )
         for index in indices:
-            left = in_use[index] ^ sites
-            if left:
-                in_use[index] = left
-            else:
-                del in_use[index]
+            in_use[index] ^= sites
 
 
 class MadePads:
@@ -349,16 +311,17 @@ class MadePads:
         self.indices, self.groups = indices, indices[:: store.group]
         self.layout, self.group = store.layout, store.group
         self._store = store
-        self._keystream = store._new_keystream()
+        # A `DealtKeystream` where dealers multiply.
+        self._keystream: Any = store._new_keystream()
         self._missing = store._all_sites
 
     def r(self, site: int) -> torch.Tensor:
         """Return int32 [N, in_features], uniform over Z_2^32."""
-        shape = self._store._sites[site]
-        return self._keystream.rows(self.indices, site, shape.in_features)
+        rows: Streams = self._keystream.rows(self.indices, {site: self._store._sizes[site]})[site]
+        return rows.elements()
 
     def seeds(self, dealer: int, site: int) -> list[bytes]:
-        """Return what a dealer is sent for each group; RuntimeError where the TEE multiplies."""
+        """Return what a dealer is sent for each group; only where dealers multiply."""
         return [self._keystream.seed(dealer, first, site) for first in self.groups]
 
     def put(self, site: int, u_NO: torch.Tensor) -> None:
@@ -425,14 +388,15 @@ class MemoryStore(PadStore):
     Memory: `layout.token_bytes` * `capacity`. Raises ValueError for a capacity below 1.
     """
 
+    rows_at_once = 2**31  # they stay where they are
+
     def __init__(
         self, layout: PadLayout, capacity: int, *, group: int = 1, dealers: Sequence[str] = ()
     ) -> None:
-        bounds = {"first": 0, "filled": 0, "block": 1}
-        key = os.urandom(KEY_BYTES)
-        super().__init__(layout, capacity, key, **bounds, group=group, dealers=dealers)
+        super().__init__(layout, capacity, os.urandom(KEY_BYTES), group=group, dealers=dealers)
+        # numpy asks the kernel for huge pages.
         self._u = {
-            site.number: numpy.empty((capacity, site.out_features), numpy.int32)
+            site.number: torch.from_numpy(numpy.empty((capacity, site.out_features), numpy.int32))
             for site in layout.sites
         }
 
@@ -440,23 +404,22 @@ class MemoryStore(PadStore):
         """Nothing outlives this process, and a later one has another key."""
 
     def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
-        self._u[site.number][self._slots(indices)] = u_NO.numpy()
+        self._u[site.number].numpy()[self._slots(indices)] = u_NO.numpy()
 
     def _sync(self) -> None:
         """Nothing is on a disk."""
 
-    def _read_into(self, indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
-        # Unlike "raise", "clip" writes straight into place.
-        self._u[site.number].take(self._slots(indices), 0, u_TO.numpy(), "clip")
+    def _start_reading(self, indices: range, site: SiteShape) -> Callable[[], torch.Tensor]:
+        u_TO = self._u[site.number][self._slots(indices)]
+        return lambda: u_TO
 
     def _read_all(self, indices: range) -> dict[int, torch.Tensor]:
         slots = self._slots(indices)
-        return {number: torch.from_numpy(u.take(slots, 0)) for number, u in self._u.items()}
+        return {number: u[slots] for number, u in self._u.items()}
 
-    def _slots(self, indices: range) -> numpy.ndarray:
-        return numpy.arange(indices.start, indices.stop) % self.capacity
-
-
-def _empty(rows: int, features: int) -> torch.Tensor:
-    # numpy asks the kernel for huge pages: the faults of small ones take longer than reading.
-    return torch.from_numpy(numpy.empty((rows, features), numpy.int32))
+    def _slots(self, indices: range) -> slice | numpy.ndarray:
+        """Return where indices are: in one piece, which is read in place, or around the end."""
+        first = indices.start % self.capacity
+        if first + len(indices) <= self.capacity:
+            return slice(first, first + len(indices))
+        return numpy.arange(first, first + len(indices)) % self.capacity

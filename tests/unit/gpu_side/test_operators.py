@@ -11,7 +11,8 @@ from gpu_side.encoding import encode_reply
 from gpu_side.handler import RequestHandler
 from gpu_side.weights import ServiceWeights, load_weights
 from protocol.errors import ErrorCode, EvidenceError, ProtocolError
-from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply, expand
+from protocol.keystream import seeded
+from protocol.messages import InitReply, InitRequest, ModuleName, Request, TensorReply
 from protocol.tensors import MAX_TENSOR_BYTES, WireTensor, to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, Models, SavedModel
@@ -63,7 +64,7 @@ def test_linear_equals_torch(
 def test_a_seed_is_computed_as_the_elements_that_it_stands_for(operators: RequestHandler) -> None:
     kernel = operators.prepare(ask.seeded(3, HIDDEN, *ask.GATE_UP))
     for seed in (bytes(range(32)), bytes(reversed(range(32)))):
-        drawn = torch.frombuffer(expand(seed, 3 * HIDDEN), dtype=torch.int32).view(3, HIDDEN)
+        drawn = seeded([seed], 3, HIDDEN).elements()
         # The one kernel of a header computes every seed that comes under it.
         reply, _ = kernel(ask.seeded(3, HIDDEN, *ask.GATE_UP, seed=seed), None)
         assert isinstance(reply, TensorReply)
@@ -201,7 +202,7 @@ def test_ids_that_change_are_neither_checked_nor_used(
         (ask.matmul(torch.zeros(16, 1, 1), torch.zeros(16, 1, 1, 1)), 16 * 16 * 4),
         # Of a seed the elements count, too, where they are larger than the reply.
         (ask.seeded(2, HIDDEN, *ask.GATE_UP), 2 * 192 * 4),
-        *((ask.seeded(rows, 96, "down_proj"), rows * 96 * 4 + 16) for rows in (2, 2**14)),
+        *((ask.seeded(rows, 96, "down_proj"), rows * 96 * 4) for rows in (2, 2**14)),
         # torch.matmul writes broadcast operands out: here 64 times the inputs and the output.
         (ask.matmul(torch.zeros(64, 1, 1, 64), torch.zeros(1, 64, 64, 1)), 64**3 * 4),
         (ask.matmul(torch.zeros(2**16, 1), torch.zeros(1, 2**16)), 2**34),
@@ -211,7 +212,7 @@ def test_what_would_be_over_the_limit_is_refused_before_it_is_allocated(
     weights: ServiceWeights, case: Request, size: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("protocol.messages.expand", Mock(side_effect=AssertionError("expanded")))
+        patch.setattr("protocol.keystream.seeded", Mock(side_effect=AssertionError("expanded")))
         error = _refused(RequestHandler(weights, size - 1), case)
     assert error.code is ErrorCode.LIMIT_EXCEEDED
     most = min(size - 1, MAX_TENSOR_BYTES)

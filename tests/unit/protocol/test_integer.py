@@ -191,7 +191,7 @@ def test_every_variant_of_this_processor_proves_itself() -> None:
 
 
 @compiled_only
-@each_row("kernel", ["product", "rope", "attention"])
+@each_row("kernel", ["draw", "product", "rope", "attention"])
 def test_a_variant_with_a_wrong_kernel_is_not_used(
     kernel: str, monkeypatch: pytest.MonkeyPatch, chosen_again: None
 ) -> None:
@@ -200,8 +200,8 @@ def test_a_variant_with_a_wrong_kernel_is_not_used(
         pytest.skip("a processor with the portable variant alone")
     right, library = getattr(REAL, kernel), Mock(wraps=REAL)
     used = library.use
-    # It does nothing: what was in memory before stays.
-    wrong = {kernel: lambda *given: 0 if used.call_args.args == (best,) else right(*given)}
+    # It does nothing, and says that it did: what was in memory before stays.
+    wrong = {kernel: lambda *given: 1 if used.call_args.args == (best,) else right(*given)}
     library.configure_mock(**wrong)
     with monkeypatch.context() as patch:
         patch.setattr(native, "library", library)

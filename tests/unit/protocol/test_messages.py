@@ -24,6 +24,7 @@ from protocol.encoding import (
     unpack,
 )
 from protocol.errors import ErrorCode, ProtocolError, TsqpError
+from protocol.keystream import seeded
 from protocol.messages import (
     MAX_STATEMENT_BYTES,
     MAX_TIMING_US,
@@ -40,7 +41,6 @@ from protocol.messages import (
     RotaryParams,
     TensorReply,
     Timing,
-    expand,
 )
 from protocol.tensors import MAX_DIMENSION, Buffer, WireTensor, from_torch, to_torch
 from tests.kit.rows import each_row
@@ -357,11 +357,12 @@ def test_replies_that_deviate_are_refused() -> None:
 KNOWN = "cea7403d4d606b6e074ec5d3baf39d18726003ca37a62a74d1a2f58e7506358e"
 
 
-def test_the_keystream_is_that_of_aes_256_in_counter_mode() -> None:
-    assert expand(bytes(32), 8).hex() == KNOWN
-    for count in (1, 3, 4, 1000):
+def test_a_seed_stands_for_aes_256_in_counter_mode_row_after_row() -> None:
+    assert seeded([bytes(32)], 1, 8).elements().numpy().tobytes().hex() == KNOWN
+    for rows, features in ((1, 1), (3, 1), (2, 4), (7, 1001)):
         cipher = Cipher(algorithms.AES(bytes(range(32))), modes.CTR((2).to_bytes(16, "big")))
-        assert expand(bytes(range(32)), count) == cipher.encryptor().update(bytes(4 * count))
+        expected = cipher.encryptor().update(bytes(4 * rows * features))
+        assert seeded([bytes(range(32))], rows, features).elements().numpy().tobytes() == expected
 
 
 HUGE = b"\xff" * 4

@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 from gpu_side.encoding import open_request, read_request
 from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import InputError, ProtocolError
+from protocol.keystream import expanded
 from protocol.messages import (
     FUSED_MODULES,
     EmbeddingRequest,
@@ -31,7 +32,6 @@ from protocol.messages import (
     ModuleName,
     Request,
     RingLinearRequest,
-    SeededRingLinearRequest,
     SegmentRequest,
 )
 from protocol.tensors import WireTensor, to_torch
@@ -140,8 +140,7 @@ def read_frames(frames: Sequence[bytes]) -> Request:
 
     Raises ProtocolError.
     """
-    request = read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES))
-    return request.expanded() if isinstance(request, SeededRingLinearRequest) else request
+    return expanded(read_request(open_request(list(frames), DEFAULT_MAX_MESSAGE_BYTES)))
 
 
 def _calls(messages: Sequence[Sequence[bytes]]) -> Iterator[Call]:

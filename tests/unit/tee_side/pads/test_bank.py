@@ -192,7 +192,7 @@ def test_records_that_changed_places_do_not_open(tmp_path: Path) -> None:
             BankFile.open(place(tmp_path), purpose) as bank,
             pytest.raises(PadBankError, match="pad 0, layer 0 qkv_proj"),
         ):
-            bank.factors(bank.take(1), 0)
+            bank.start(bank.take(1), 0)()
 
 
 def _damage(bank: BankFile, first: int, site: SiteShape) -> None:
@@ -237,12 +237,12 @@ def test_damage_ends_every_pad_of_its_record_and_no_other(tmp_path: Path, way: s
             for index in indices:
                 one = range(index, index + 1)
                 with refused:
-                    bank.all_factors(one) if way[0] == "a" else bank.factors(one, second.number)
+                    bank.all_factors(one) if way[0] == "a" else bank.start(one, second.number)()
         for index in indices:
             with pytest.raises(RuntimeError, match=f"index {index}"):
-                bank.factors(range(index, index + 1), second.number)
+                bank.start(range(index, index + 1), second.number)()
         if way != "all_factors":
-            bank.factors(indices, first.number)
+            bank.start(indices, first.number)()
         use(bank, bank.take(group))
 
 
@@ -266,7 +266,7 @@ def test_files_of_another_length_or_version_are_refused(tmp_path: Path) -> None:
     with reopen(tmp_path) as bank:
         os.truncate(path, 4096 + 5)
         with pytest.raises(PadBankError, match=_message("pad 0", "got 5 bytes")):
-            bank.factors(bank.take(1), 1)
+            bank.start(bank.take(1), 1)()
 
 
 def _sealed(folder: Path) -> int:

@@ -24,7 +24,6 @@ from tee_side.protect.pads.background_maker import (
     missing,
 )
 from tee_side.protect.pads.source import (
-    MANY_ROWS,
     PadLane,
     Pads,
     WhenOut,
@@ -42,18 +41,22 @@ from tests.kit.rows import each_row
 FIRST, SECOND = SITES = [site.number for site in LAYOUT.sites]
 # A test that waits for what never comes fails.
 WAIT_S = 30.0
+# Site by site from a bank.
+MANY_ROWS = 64
 
 
 def _r(store: PadStore, indices: range, site: int) -> torch.Tensor:
     """Return what r of these indices is, whether it was read or not."""
-    return Keystream(store._key).rows(indices, site, LAYOUT.by_number[site].in_features)
+    sizes = {site: LAYOUT.by_number[site].in_features}
+    return Keystream(store._key).rows(indices, sizes)[site].elements()
 
 
 class Lanes:
     """Two lanes of a store, and which indices each one's step has, with the sites it drew."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_at_once: int) -> None:
         self.store = MemoryStore(LAYOUT, 160)
+        self.store.rows_at_once = rows_at_once
         pads = Pads(Pad(), self.store, lambda _: None, "fail")
         self.lanes = [PadLane(pads), PadLane(pads)]
         self.steps: list[tuple[range, set[int]] | None] = [None, None]
@@ -96,9 +99,11 @@ class Lanes:
             assert self.store.available + self.store.room == self.store.capacity
 
 
-def test_however_steps_go_and_fail_no_pad_is_drawn_twice() -> None:
+# As of a bank, and of a store in memory.
+@each_row("rows_at_once", [PadStore.rows_at_once, MemoryStore.rows_at_once])
+def test_however_steps_go_and_fail_no_pad_is_drawn_twice(rows_at_once: int) -> None:
     choose, asked = random.Random(1), list[tuple[Any, ...]]()
-    lanes = Lanes()
+    lanes = Lanes(rows_at_once)
     try:
         for _ in range(1500):
             at, rows = choose.choice((0, 0, 1)), choose.choice((1, 2, 8, 9, *[MANY_ROWS] * 3, 65))
@@ -134,6 +139,7 @@ def _pads(
     ready: int, when_out: WhenOut = "fail", capacity: int = 16, **more: Any
 ) -> tuple[Pads, MemoryStore, Maker]:
     store, made = MemoryStore(LAYOUT, capacity), Maker()
+    store.rows_at_once = PadStore.rows_at_once
     if ready:
         fill(store, ready)
     return Pads(Pad(), store, lambda n: made.fill(store, n), when_out, **more), store, made
@@ -163,23 +169,26 @@ def test_what_was_read_ahead_is_not_drawn_in_a_forked_child_or_of_a_closed_store
 def test_factors_that_could_not_be_read_end_the_step(rows: int) -> None:
     """Neither what is left of the step before nor half of the new one is drawn afterwards."""
     pads, store, _ = _pads(2 * rows, capacity=2 * rows)
-    lane, read, read_all = PadLane(pads), store._read_into, store._read_all
+    lane, read, read_all = PadLane(pads), store._start_reading, store._read_all
 
     def check(indices: range) -> None:
         if indices.start < rows:
             raise PadBankError("bank", "another record than was written", "its tag")
 
-    def tampered(indices: range, site: SiteShape, u_TO: torch.Tensor) -> None:
-        if site.number == SECOND:
-            check(indices)
-        read(indices, site, u_TO)
+    def tampered(indices: range, site: SiteShape) -> Callable[[], torch.Tensor]:
+        def waits() -> torch.Tensor:
+            if site.number == SECOND:
+                check(indices)
+            return read(indices, site)()
+
+        return waits
 
     def all_tampered(indices: range) -> dict[int, torch.Tensor]:
         check(indices)
         return read_all(indices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_read_into", tampered)
+        patch.setattr(store, "_start_reading", tampered)
         patch.setattr(store, "_read_all", all_tampered)
         # One row is read of all sites at once, many rows site by site.
         if rows > 1:
@@ -334,8 +343,10 @@ def test_factors_are_the_exact_products_of_the_services_own_integers(
     assert store.available == count + 1
     indices = store.take(count)
     for site in store.layout.sites:
-        r, u = store.factors(indices, site.number)
-        exact = r.long() @ load_quantized(checkpoint, config, *site.site).weight.long().t()
+        pad, u = store.start(indices, site.number)()
+        exact = (
+            pad.elements().long() @ load_quantized(checkpoint, config, *site.site).weight.long().t()
+        )
         assert torch.equal(u, exact.to(torch.int32)), str(site)
         # Guards the test: these products do wrap.
         assert (exact.abs() >= 2**31).any()

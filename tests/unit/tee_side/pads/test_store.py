@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from protocol.errors import PadsExhaustedError
-from tee_side.protect.pads import store as store_module
-from tee_side.protect.pads.store import Draw, MemoryStore, PadStore
+from tee_side.protect.pads import bank as bank_module
+from tee_side.protect.pads.store import Draw, MemoryStore, PadStore, Words
 from tests.kit.pads import LAYOUT, create, fill, product, put_all, reopen, use
 
 CAPACITY = 8
 SITES = frozenset(site.number for site in LAYOUT.sites)
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Checked:
@@ -45,17 +43,21 @@ class Checked:
         self.in_use: dict[int, set[int]] = {}
         # Beginnings of all r that were handed out. Equal ones are a coincidence of 2^-64.
         self.drawn: set[bytes] = set()
-        self.held: dict[tuple[int, range], Pair] = {}
+        self.held: dict[tuple[int, range], Words] = {}
         self.pending: list[tuple[range, int, Draw]] = []
 
     def close(self) -> None:
-        for indices, site, draw in self.pending:
-            self.got(indices, site, draw())
         self.store.close()
-        # What was handed out is the caller's: nothing that was read later has changed it.
-        for (site, _), (r, u) in self.held.items():
-            assert torch.equal(u, product(site, r))
+        self.let_go(range(self.next))
         self._memory.cleanup()
+
+    def let_go(self, indices: range) -> None:
+        """What was handed out has not changed until it is released."""
+        self.result()
+        for site, held in [*self.held]:
+            if max(held.start, indices.start) < min(held.stop, indices.stop):
+                pad, u = self.held.pop((site, held))
+                assert torch.equal(u, product(site, pad.elements()))
 
     @property
     def oldest(self) -> int:
@@ -65,8 +67,8 @@ class Checked:
     def room(self) -> int:
         return self.oldest // self.group * self.group + self.capacity - self.filled
 
-    def got(self, indices: range, site: int, pair: Pair) -> None:
-        r, u = pair
+    def got(self, indices: range, site: int, pair: Words) -> None:
+        r, u = pair[0].elements(), pair[1]
         assert torch.equal(u, product(site, r))
         rows = [row[:2].numpy().tobytes() for row in r]
         assert len(rows) == len(indices)
@@ -117,7 +119,7 @@ class Checked:
         sites = SITES if how == "all" else frozenset({site})
         indices = self.asked(offset, count, sites, right)
         calls: dict[str, Callable[[], dict[int, Any]]] = {
-            "now": lambda: {site: self.store.factors(indices, site)},
+            "now": lambda: {site: self.store.start(indices, site)()},
             "later": lambda: {site: self.store.start(indices, site)},
             "all": lambda: self.store.all_factors(indices),
         }
@@ -128,8 +130,6 @@ class Checked:
             return
         for index in indices:
             self.in_use[index] -= sites
-            if not self.in_use[index]:
-                del self.in_use[index]
         for number, found in calls[how]().items():
             if how == "later":
                 self.pending.append((indices, number, found))
@@ -143,6 +143,7 @@ class Checked:
 
     def release(self, offset: int, count: int) -> None:
         indices = self.asked(offset, count, SITES, right=False)
+        self.let_go(indices)
         self.store.release(indices)
         for index in indices:
             self.in_use.pop(index, None)
@@ -181,7 +182,8 @@ def _step(choose: random.Random, checked: Checked) -> tuple[Any, ...]:
         [
             *[fill, fill, ("take", choose.randint(-1, 9), right)],
             *[("read", place, count, choose.choice(("now", "later", "all")), site, right)] * 12,
-            *[("release", place, count), ("result",), ("reopen", choose.choice((1, 4, 16)))],
+            *[("release", place, count)] * 4,
+            *[("result",), ("reopen", choose.choice((1, 4, 16)))],
         ]
     )
 
@@ -190,11 +192,11 @@ def _step(choose: random.Random, checked: Checked) -> tuple[Any, ...]:
 def test_whatever_is_asked_each_pad_is_right_and_handed_out_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "reading_threads", lambda: 3)
+    monkeypatch.setattr(bank_module, "reading_threads", lambda: 3)
     choose, asked = random.Random(1), list[tuple[Any, ...]]()
     checked = Checked(kind)
     try:
-        for _ in range(2500):
+        for _ in range(3500):
             asked.append(_step(choose, checked))
             name, *arguments = asked[-1]
             getattr(checked, name)(*arguments)
@@ -212,7 +214,7 @@ def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PadStore]:
     """Each kind of store, full, with three threads that draw."""
-    monkeypatch.setattr(store_module, "reading_threads", lambda: 3)
+    monkeypatch.setattr(bank_module, "reading_threads", lambda: 3)
     made: PadStore = (
         MemoryStore(LAYOUT, CAPACITY) if request.param == "memory" else create(tmp_path, CAPACITY)
     )
@@ -229,7 +231,7 @@ def test_a_store_that_would_hold_nothing_is_refused() -> None:
 def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> None:
     use(store, store.take(6))
     with pytest.raises(KeyError):
-        store.factors(store.take(1), 0)
+        store.start(store.take(1), 0)()
     with store.begin(2) as batch:
         assert store.room == 4
         with pytest.raises(RuntimeError, match="second batch"):
@@ -256,7 +258,6 @@ def test_a_batch_is_committed_as_a_whole_or_filled_again(store: PadStore) -> Non
 def _refuses(store: PadStore, indices: range, why: str) -> None:
     calls: dict[str, Callable[[], object]] = {
         "take": lambda: store.take(1),
-        "factors": lambda: store.factors(indices, 1),
         "all_factors": lambda: store.all_factors(indices),
         "start": lambda: store.start(indices, 1),
         "begin": lambda: store.begin(1),
@@ -286,16 +287,19 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
 
 
 def test_nothing_is_filled_again_while_a_thread_may_read_it(
-    store: PadStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, read = threading.Event(), store._read_into
+    monkeypatch.setattr(bank_module, "reading_threads", lambda: 3)
+    store = create(tmp_path, CAPACITY)
+    fill(store, CAPACITY)
+    go, read = threading.Event(), store._open
 
     def waits(parts: list[Future[None]]) -> None:
         go.set()
         wait(parts)
 
-    monkeypatch.setattr(store_module, "wait", waits)
-    monkeypatch.setattr(store, "_read_into", lambda *what: (go.wait(), read(*what)))
+    monkeypatch.setattr(bank_module, "wait", waits)
+    monkeypatch.setattr(store, "_open", lambda *what: (go.wait(), read(*what)))
     indices = store.take(CAPACITY)
     draws = {site.number: store.start(indices, site.number) for site in LAYOUT.sites}
     store.release(indices)
@@ -303,6 +307,7 @@ def test_nothing_is_filled_again_while_a_thread_may_read_it(
     waited = go.is_set()
     go.set()
     for site, draw in draws.items():
-        r, u = draw()
-        assert torch.equal(u, product(site, r))
+        pad, u = draw()
+        assert torch.equal(u, product(site, pad.elements()))
     assert waited
+    store.close()

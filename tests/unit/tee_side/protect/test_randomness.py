@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import Any, cast
 from unittest.mock import Mock
@@ -14,8 +13,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 
+from protocol import native
 from protocol.errors import MaskError, PolicyError
-from tee_side.protect import randomness
 from tee_side.protect.masking import MaskRules
 from tee_side.protect.masks.mask import (
     Factors,
@@ -59,7 +58,8 @@ def test_bytes_are_counter_mode_and_elements_are_bytes(monkeypatch: pytest.Monke
     assert generator.bytes(5) + generator.bytes(0) + generator.bytes(59) == _blocks(KEY, 0, 4)
     drawn = Randomness(KEY).ring(4, 2)
     assert (drawn.dtype, drawn.numpy().tobytes()) == (torch.int32, _blocks(KEY, 0, 2))
-    assert generator.ring(3, 0).shape == Keystream(KEY).rows(range(3), 0, 0).shape == (3, 0)
+    nothing = Keystream(KEY).rows(range(3), {0: 0})[0].elements()
+    assert generator.ring(3, 0).shape == nothing.shape == (3, 0)
     for wrong in (lambda: generator.bytes(-1), lambda: generator.ring(-1), lambda: Keystream(b"")):
         with pytest.raises(ValueError, match="randomness: "):
             wrong()
@@ -114,16 +114,17 @@ def test_normal_has_its_distribution_and_is_finite_at_both_ends() -> None:
         assert float(drawn.abs().max()) < limit
 
 
-@given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), size=st.integers(0, 25))
+@given(index=st.integers(0, 2**64 - 1), site=st.integers(0, 2**32 - 1), size=st.integers(0, 600))
 def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, size: int) -> None:
-    stream, expected = Keystream(KEY), _blocks(KEY, index << 64 | site << 32, 7)
-    assert (
-        stream.rows(range(index, index + 1), site, size).numpy().tobytes() == expected[: 4 * size]
-    )
-    if index < 2**64 - 2:
-        rows = stream.rows(range(index, index + 2), site, 6)
-        following = _blocks(KEY, (index + 1) << 64 | site << 32, 2)
-        assert rows.numpy().tobytes() == expected[:24] + following[:24]
+    indices = range(index, min(index + 2, 2**64))
+    rows = Keystream(KEY).rows(indices, {7: 3, site: size})[site]
+    blocks = -(-size // 4)
+    expected = [_blocks(KEY, n << 64 | site << 32, blocks)[: 4 * size] for n in indices]
+    with pytest.MonkeyPatch.context() as patch:
+        assert [row.numpy().tobytes() for row in rows.elements()] == expected
+        # Without compiled kernels.
+        patch.setattr("protocol.native._chosen", native.Choice("torch", ()))
+        assert [row.numpy().tobytes() for row in rows.elements()] == expected
 
 
 @each_row(
@@ -132,24 +133,7 @@ def test_keystream_is_counter_mode_from_index_and_site(index: int, site: int, si
 )
 def test_keystream_refuses_counters_that_would_meet(index: int, site: int, size: int) -> None:
     with pytest.raises(ValueError, match="keystream: got"):
-        Keystream(KEY).rows(range(index, index + 1), site, size)
-    if size == 1:
-        words = torch.zeros(1, 1, dtype=torch.int32)
-        with pytest.raises(ValueError, match="keystream: got"):
-            Keystream(KEY).fill(range(index, index + 1), site, words)
-
-
-@each_row(("first", "features"), [(n, size) for n in (0, 2**64 - 21) for size in (1, 4, 6, 33)])
-def test_many_rows_are_the_same_numbers_in_fewer_calls(first: int, features: int) -> None:
-    """Over several chunks, the last one shorter, and by threads that share a keystream."""
-    stream, indices = Keystream(KEY), range(first, first + 21)
-    expected = Keystream(KEY).rows(indices, 2**32 - 1, features)
-    filled = [torch.zeros(21, features, dtype=torch.int32) for _ in range(4)]
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
-        patch.setattr(randomness, "_CHUNK_BYTES", 8 * 16 * -(-features // 4))
-        list(threads.map(lambda words: stream.fill(indices, 2**32 - 1, words), filled))
-    for words in filled:
-        assert torch.equal(words, expected)
+        Keystream(KEY).rows(range(index, index + 1), {site: size})
 
 
 Tensor = torch.Tensor

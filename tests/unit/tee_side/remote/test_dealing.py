@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 
 from protocol.errors import EndpointError, ReplyError, TsqpError, VerificationError
-from protocol.messages import SeededRingLinearRequest, expand
+from protocol.keystream import seeded
+from protocol.messages import SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized
@@ -17,7 +17,10 @@ from tee_side.assembly import DEALT_GROUP
 from tee_side.protect.pads.dealt import DealtKeystream
 from tee_side.protect.pads.source import Pads
 from tee_side.protect.randomness import Randomness
+from tee_side.protect.sites import PadLayout, SiteShape
 from tee_side.protect.verification import ExactCheck
+from tee_side.remote import dealing
+from tee_side.remote.dealing import holds_in_ring
 from tee_side.words import PadsFrom
 from tests.kit.lie import Lying
 from tests.kit.model import LoopbackChannel, Models, SavedModel, Tee, token_ids
@@ -56,7 +59,8 @@ def test_pads_of_several_dealers_are_exact_products_of_seeds_that_each_has_alone
     pads.store.take(5)
     indices = pads.store.take(DEALT_GROUP)  # of two groups
     for site in pads.store.layout.sites:
-        r_TI, u_TO = pads.store.factors(indices, site.number)
+        pad, u_TO = pads.store.start(indices, site.number)()
+        r_TI = pad.elements()
         weight_OI = load_quantized(Checkpoint(model.directory), config, *site.site).weight
         assert torch.equal(u_TO, (r_TI.long() @ weight_OI.long().t()).to(torch.int32)), str(site)
     # Another run, of the same model and dealers, begins with other seeds.
@@ -70,32 +74,27 @@ def test_pads_of_several_dealers_are_exact_products_of_seeds_that_each_has_alone
 def test_a_dealers_part_is_what_it_makes_of_its_seed_whichever_rows_are_drawn(
     features: int,
 ) -> None:
-    stream, group, site = DealtKeystream(bytes(range(32)), NAMES, 4), 4, 9
-    parts = [
-        [
-            torch.frombuffer(
-                expand(stream.seed(dealer, first, site), group * features), dtype=torch.int32
-            )
-            for first in (8, 12, 16)
-        ]
-        for dealer in range(2)
+    group, site = 4, 9
+    layout = PadLayout((SiteShape(8, "lm_head", 1, 1),))
+    stream = DealtKeystream(bytes(range(32)), NAMES, group, layout)
+    groups = [
+        seeded(
+            [stream.seed(dealer, first, site) for dealer in range(2)], group, features
+        ).elements()
+        for first in (8, 12, 16)
     ]
-    whole = (torch.cat(parts[0]) + torch.cat(parts[1])).view(3 * group, features)
+    whole = torch.cat(groups)
     for start, stop in ((8, 20), (9, 10), (11, 13), (13, 19)):
-        indices, expected = range(start, stop), whole[start - 8 : stop - 8]
-        assert torch.equal(stream.rows(indices, site, features), expected)
-        filled = [torch.empty_like(expected) for _ in range(2)]
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(partial(stream.fill, indices, site), filled))
-        assert all(torch.equal(words, expected) for words in filled)
+        found = stream.rows(range(start, stop), {4: 3, site: features})[site].elements()
+        assert torch.equal(found, whole[start - 8 : stop - 8])
     # Threads of a store draw several sites at once.
     places = [(first, site) for first in (8, 12, 16) for site in range(40)]
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda place: stream.seed(0, *place), places * 5))
     assert found == [stream.seed(0, *place) for place in places] * 5
     known = [stream.seed(*place) for place in ((0, 8, 9), (1, 8, 9), (0, 12, 9), (0, 8, 8))]
-    others = (DealtKeystream(bytes(32), NAMES, 4), DealtKeystream(bytes(range(32)), NAMES[::-1], 4))
-    known += [other.seed(0, 8, 9) for other in others]
+    for key, names in ((bytes(32), NAMES), (bytes(range(32)), NAMES[::-1])):
+        known.append(DealtKeystream(key, names, group, layout).seed(0, 8, 9))
     # The second dealer's, whatever its number is.
     assert known.count(known[1]) == 2
     assert len(set(known)) == len(known) - 1
@@ -140,7 +139,7 @@ def test_a_pad_that_is_wrong_is_not_the_services_fault_and_no_other_of_its_deale
     dealer = Lying(model.directory, lambda u: u, at=-1)
     tee = model.tee("dealt", channels=[service, dealer])
     pads, engine = _pads(tee), tee.engine()
-    monkeypatch.setattr(ExactCheck, "holds_in_ring", lambda *_: True)
+    monkeypatch.setattr(dealing, "holds_in_ring", lambda *_: True)
     engine.add(token_ids(4), max_new_tokens=3, eos_token_ids=frozenset())
     engine.step()
     dealer.tell(lambda u: u ^ (u.new_ones(()) << 31), at=2)
@@ -164,13 +163,13 @@ def test_the_check_in_the_ring_finds_what_is_wrong_below_the_highest_bit() -> No
     passed = 0
     for _ in range(64):
         check = ExactCheck.draw(weight_OI, Randomness())
-        assert check.holds_in_ring(r_TI, u_TO)
+        assert holds_in_ring(check, r_TI, u_TO)
         for bit in (0, 7, 16):
             wrong_TO = u_TO.clone()
             wrong_TO[4, 39] ^= 1 << bit
-            assert not check.holds_in_ring(r_TI, wrong_TO)
+            assert not holds_in_ring(check, r_TI, wrong_TO)
         u_TO[4, 39] ^= -(2**31)
-        passed += check.holds_in_ring(r_TI, u_TO)
+        passed += holds_in_ring(check, r_TI, u_TO)
         u_TO[4, 39] ^= -(2**31)
     assert 0 < passed < 40  # a quarter of 64, but for one in 10^9
 

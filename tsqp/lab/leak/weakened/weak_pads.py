@@ -42,7 +42,7 @@ class ReusedPad(_WeakPad):
 
     def draw(self, words_TI: torch.Tensor) -> torch.Tensor:
         """Return the one r for every row, whatever the words are."""
-        r_1I = Keystream(_ONE_PAD_KEY).rows(range(1), 0, words_TI.shape[1])
+        r_1I = Keystream(_ONE_PAD_KEY).rows(range(1), {0: words_TI.shape[1]})[0].elements()
         return r_1I.repeat(len(words_TI), 1)
 
 
@@ -73,7 +73,7 @@ class LowDimensionalPad(_WeakPad):
             raise ValueError(
                 f"pad-low-dimensional: pads: got {self.pads}, expected at most {in_features}"
             )
-        basis_KI = Keystream(_BASIS_KEY).rows(range(self.pads), 0, in_features)
+        basis_KI = Keystream(_BASIS_KEY).rows(range(self.pads), {0: in_features})[0].elements()
         # One by one: integers wrap, and torch has no fast product of int32 matrices.
         r_TI = torch.zeros_like(words_TI)
         for pad, basis_I in enumerate(basis_KI):
