@@ -6,7 +6,7 @@ pad, and changes nothing.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +30,16 @@ from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import check_purpose, read_bank_status
-from tee_side.protect.pads.bank_files import Purpose
-from tee_side.remote.services.plan import check_links, plan_services, read_services
+from tee_side.remote.services.plan import (
+    ServiceSpec,
+    check_links,
+    dealer_names,
+    plan_services,
+    read_services,
+)
 from tsqp.doctor import Finding, kernel_file
 from tsqp.leakage_summary import leakage_summary
-from tsqp.run.bank import padded
+from tsqp.run.bank import padded, purpose_of
 from tsqp.run.load import (
     bank_place,
     exposed_services,
@@ -90,6 +95,12 @@ class Start:
     def keys(self) -> tuple[ClientKeys, ...]:
         """Keys of services. Raises KeyFileError, SettingsError, ManifestError."""
         return read_client_keys(self.settings, self.manifest)
+
+    @cached_property
+    def services(self) -> tuple[Sequence[ServiceSpec], Sequence[ClientKeys | None]]:
+        """Services and dealers, and the keys of each. Raises SettingsError."""
+        specs = read_services(self.settings.gpu, self.settings.dealer, self.policy)
+        return specs, one_for_each(self.keys, [spec.endpoint for spec in specs]) if specs else []
 
 
 def examine_start(start: Start) -> list[Finding]:
@@ -172,13 +183,8 @@ def _bank(start: Start) -> Iterator[Finding]:
     place.check_apart()
     header, state = read_bank_status(place)
     mask, layout = padded(start.policy, start.config)
-    wanted = Purpose.of(
-        layout,
-        mask=mask.described(),
-        model=start.model.resolve().name,
-        model_digest=start.digests[0],
-        linear_digest=start.digests[1] or "",
-    )
+    dealers = dealer_names(*start.services)
+    wanted = purpose_of(start.checkpoint, start.config, mask, layout, dealers)
     check_purpose(place.bank, header, wanted)
     available = state.filled - state.reserved
     left = f"{available} of {header.capacity} pads left"
@@ -203,9 +209,7 @@ def _keys(start: Start) -> Iterator[Finding]:
 
 
 def _services(start: Start) -> Iterator[Finding]:
-    policy = start.policy
-    specs = read_services(start.settings.gpu, start.settings.dealer, policy)
-    keys = one_for_each(start.keys, [spec.endpoint for spec in specs]) if specs else []
+    policy, (specs, keys) = start.policy, start.services
     check_links(specs, keys, policy, dealer_in_the_clear=start.settings.dealer_in_the_clear)
     plan_services(specs, start.config.num_hidden_layers)
     appraise = service_appraisal(start.settings, policy, start.manifest)

@@ -83,10 +83,10 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
 
     from protocol import native
     from protocol.integer import check_kernels
-    from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
+    from protocol.model.checkpoint import Checkpoint, light_tensors
     from protocol.model.config import read_config
     from tee_side.protect.pads.bank import BankFile
-    from tee_side.protect.pads.bank_files import MAX_GROUP, Purpose
+    from tee_side.protect.pads.bank_files import MAX_GROUP
     from tee_side.protect.pads.source import (
         BATCH_TOKENS,
         fill_pads,
@@ -95,7 +95,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     )
     from tee_side.protect.sites import tensors_of
     from tee_side.remote.dealing import Dealing
-    from tsqp.run.bank import PAD_BATCH, open_dealers, padded
+    from tsqp.run.bank import PAD_BATCH, open_dealers, padded, purpose_of
 
     place = bank_place(settings)
     if place is None:
@@ -119,14 +119,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
             dealers, at = opened.enter_context(open_dealers(told, config, checkpoint))
             checks = cache(partial(_exact_check, chosen, config, checkpoint))
             multiply = Dealing(config, at, checks).multiply
-        purpose = Purpose.of(
-            layout,
-            mask=mask.described(),
-            model=directory.resolve().name,
-            model_digest=model_digest(config, checkpoint),
-            linear_digest=linear_digest(config, checkpoint) or "",
-            dealers=dealers,
-        )
+        purpose = purpose_of(checkpoint, config, mask, layout, dealers)
         if place.bank.exists():
             store = BankFile.open(place, purpose)
         else:

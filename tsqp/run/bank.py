@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import PolicyError
 from protocol.integer import DIGITS
+from protocol.model.checkpoint import Checkpoint, linear_digest, model_digest
 from protocol.model.config import ModelConfig
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
+from tee_side.protect.pads.bank_files import Purpose
 from tee_side.protect.sites import PadLayout
 
 if TYPE_CHECKING:
-    from protocol.model.checkpoint import Checkpoint
     from tee_side.remote.call import ChannelsAt
     from tee_side.runner import RunnerSettings
 
@@ -52,6 +53,24 @@ def padded(policy: Policy, config: ModelConfig) -> tuple[AdditiveMask, PadLayout
     return found[0]
 
 
+def purpose_of(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    mask: AdditiveMask,
+    layout: PadLayout,
+    dealers: tuple[str, ...] = (),
+) -> Purpose:
+    """Return what pads of a model are made for. Raises ModelError, ManifestError."""
+    return Purpose.of(
+        layout,
+        mask=mask.described(),
+        model=checkpoint.directory.resolve().name,
+        model_digest=model_digest(config, checkpoint),
+        linear_digest=linear_digest(config, checkpoint) or "",
+        dealers=dealers,
+    )
+
+
 def product_operations(layout: PadLayout) -> int:
     """Return the int8 multiplications and additions behind the pads of one token."""
     return sum(2 * DIGITS * site.in_features * site.out_features for site in layout.sites)
@@ -68,7 +87,6 @@ def open_dealers(
     from functools import cache
 
     from protocol.endpoint import one_for_each
-    from protocol.model.checkpoint import linear_digest
     from protocol.tensors import torch_dtype
     from tee_side.assembly import DEALT_GROUP
     from tee_side.remote.services.connected import Services

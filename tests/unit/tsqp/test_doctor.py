@@ -45,6 +45,22 @@ def test_a_run_that_would_start_lacks_nothing(tmp_path: Path) -> None:
     assert not {"bank", "keys"} & found.keys()
 
 
+def test_a_bank_of_the_runs_own_dealers_is_found_and_one_of_others_is_not(tmp_path: Path) -> None:
+    bank = ["--bank", str(tmp_path / "bank"), "--bank-key-beside-bank"]
+    demo, options = model_directory("demo"), ("--arithmetic", "int8", "--threads", "1")
+    with running_service(demo, f"unix://{tmp_path}/s", *options) as service:
+        dealer = ["--policy", "dealt", "--dealer", service.endpoint, "--dealer-in-the-clear"]
+        made = CliRunner().invoke(
+            tee_runner, ["pads", "make", str(demo), "--tokens", "2", *bank, *dealer]
+        )
+        assert made.exit_code == 0, made.output
+        _, found = examined(demo, "--gpu", f"unix://{tmp_path}/gpu", *bank, *dealer)
+        assert found["bank"]["state"] == "ok", found["bank"]
+        dealer[3] = f"unix://{tmp_path}/other"
+        _, found = examined(demo, "--gpu", f"unix://{tmp_path}/gpu", *bank, *dealer)
+    assert (found["bank"]["state"], "dealers: got" in found["bank"]["detail"]) == ("missing", True)
+
+
 def test_a_generator_without_a_seed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def unseeded(_size: int, _flags: int) -> bytes:
         raise BlockingIOError

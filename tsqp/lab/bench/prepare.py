@@ -26,9 +26,7 @@ from protocol.model.checkpoint import (
     Checkpoint,
     bytes_of,
     light_tensors,
-    linear_digest,
     linear_tensors,
-    model_digest,
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
@@ -36,7 +34,7 @@ from protocol.model.weights import load_tensor, weight_rows
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
-from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace, Purpose
+from tee_side.protect.pads.bank_files import MAX_GROUP, BankPlace
 from tee_side.protect.pads.source import (
     BATCH_TOKENS,
     Pads,
@@ -49,7 +47,7 @@ from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.measure import cpu_ns, in_fresh_process
 from tsqp.processes import start_service
-from tsqp.run.bank import PAD_BATCH, pad_layouts
+from tsqp.run.bank import PAD_BATCH, pad_layouts, purpose_of
 
 DTYPE = torch.bfloat16
 # A prime, so that no row of a matrix starts where another has started: all rows differ.
@@ -221,13 +219,7 @@ def _new_bank(
     """Return an empty bank for a policy's one mask, and what fills it."""
     config, checkpoint = read_config(model), Checkpoint(model)
     ((mask, layout),) = pad_layouts(policy, config).items()
-    purpose = Purpose.of(
-        layout,
-        mask=mask.described(),
-        model=model.resolve().name,
-        model_digest=model_digest(config, checkpoint),
-        linear_digest=linear_digest(config, checkpoint) or "",
-    )
+    purpose = purpose_of(checkpoint, config, mask, layout)
     place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)
     store = BankFile.create(place, purpose, capacity=groups * MAX_GROUP, group=MAX_GROUP)
     weights = read_weights(checkpoint, config, mask.arithmetic)
