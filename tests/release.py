@@ -8,6 +8,7 @@ is in build/release/PART.log. The exit status is 1 unless every part passed.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,10 +48,17 @@ class Outcome:
 def run_part(part: str, command: str, folder: Path) -> Outcome:
     """Run one command to its end, with all that it prints in a file of the folder."""
     begins = time.monotonic()
+    # ONLY of `make release` names parts; that of a part would name something within it.
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "ONLY")}
     log = folder / f"{part}.log"
     with log.open("wb") as output:
         status = subprocess.run(
-            command.split(), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
+            command.split(),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
         ).returncode
     # Without root, a browser, a compiler or an archive of packages, tests are skipped.
     said = log.read_text(encoding="utf-8", errors="replace")

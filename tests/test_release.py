@@ -2,10 +2,21 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.kit.rows import each_row
 from tests.release import run_part
 
 REASONS = {"a processor without AVX-512": "passed", "no chromium": "failed (skipped: no chromium)"}
+
+
+def test_a_part_does_not_hear_which_parts_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONLY", "part")
+    monkeypatch.setenv("MAKEFLAGS", " -- ONLY=part")
+    (tmp_path / "Makefile").write_text("part:\n\t@test -z '$(ONLY)'\n")
+    assert run_part("part", f"make -f {tmp_path}/Makefile part", tmp_path).result == "passed"
 
 
 @each_row("reason", REASONS)
