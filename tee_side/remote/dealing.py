@@ -91,8 +91,7 @@ class Asked:
                 channel.distrust(exchange, error)
                 raise error
             found.setdefault(dealer, []).append(part)
-        parts = (part[0] if len(part) == 1 else torch.cat(part) for part in found.values())
-        return reduce(torch.add, parts)
+        return reduce(torch.add, (p[0] if len(p) == 1 else torch.cat(p) for p in found.values()))
 
     def abandon(self) -> None:
         """Wait for no reply any more."""

@@ -42,10 +42,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import accumulate, starmap
 from operator import itemgetter
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy
 import torch
@@ -145,7 +145,7 @@ class BankFile(PadStore):
         self._threads = reading_threads()
         self._pool = ThreadPoolExecutor(self._threads, "pads ahead")
         # What the threads may still be reading.
-        self._parts: list[Future[None]] = []
+        self._parts: list[Future[Any]] = []
         # Records on their way, in memory that is used again, too. One for each thread of the store,
         # and for the one that has the lock.
         self._reading = [bytearray(max(sizes)) for _ in range(self._threads + 1)]
@@ -274,7 +274,8 @@ class BankFile(PadStore):
                 whole.append((first, site, rows))
             else:  # kept for the tokens that share it
                 rows.copy_(self._begin(first, site, self._begun)[start - first : stop - first])
-        parts = [self._pool.submit(self._open, *one) for one in whole]
+        shares = [whole[n :: self._threads] for n in range(self._threads)]
+        parts = [self._pool.submit(list, starmap(self._open, one)) for one in shares if one]
         self._parts = [part for part in self._parts if not part.done()] + parts
 
         def result() -> torch.Tensor:
