@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 RELEASE := $(VENV)/.release
+PEER := $(VENV)/.peer
 KERNELS := $(wildcard protocol/native/*.cpp protocol/native/*.h tee_side/native/*.h)
 # Options for installing torch. Where pip would take a build with CUDA and none is wanted, name the
 # index of CPU builds: make demo TORCH_ARGS='--index-url URL'.
 TORCH_ARGS ?=
+TAG ?= 3.12
 # Python compiles what it imports; compiling all 12,000 files of torch first would take longer.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
@@ -22,7 +24,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check leak clean
+.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check accelerator-wheels leak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +48,11 @@ $(STAMP): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
 
 $(RELEASE): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
 	$(PIP) -c constraints.txt -e '.[release]'
+	@touch $(DEMO) $(STAMP) $@
+
+# Built from its source, for this processor: as fast as it is here.
+$(PEER): $(STAMP)
+	$(PIP) -c constraints.txt --no-binary llama-cpp-python -e '.[peer]'
 	@touch $(DEMO) $(STAMP) $@
 
 demo: $(DEMO)  ## watch a model generate text across two processes, and check it
@@ -127,7 +134,7 @@ docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from w
 site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
 
-bench: $(STAMP)  ## measure what docs/benchmarks.md quotes again (40 minutes); ONLY=NAME: one of it
+bench: $(PEER)  ## measure what docs/benchmarks.md quotes again (an hour); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.page docs/benchmarks.md; exit $$status
@@ -136,6 +143,14 @@ bench-check: $(STAMP)  ## run the short recordings into build/bench, and write t
 	rm -rf build/bench && mkdir -p build/bench
 	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong attestation)
 	$(BIN)/python -m benchmarks.page build/bench/benchmarks.md
+
+accelerator-wheels: $(BIN)/python  ## fill build/accelerator-wheels for benchmarks/accelerator.sh, without torch; TAG=3.12: that host's Python
+	rm -rf build/accelerator-wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: -c constraints.txt \
+	    --python-version $(TAG) $(addprefix --platform manylinux,2014_x86_64 _2_17_x86_64 _2_28_x86_64) \
+	    -d build/accelerator-wheels setuptools hypothesis pytest pytest-timeout transformers \
+	    $$($(BIN)/python -c 'import tomllib; print(*(one for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not one.startswith("torch")))')
+	@du -sh build/accelerator-wheels
 
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build

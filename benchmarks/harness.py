@@ -62,9 +62,17 @@ class Place(ExitStack):
         return start_service(self, command, timeout_s=600.0)[1]
 
     def model(self, shape: Shape, *, linear: bool) -> Path:
-        """Return a directory of the shape with random weights. `linear`: also of its layers."""
+        """Return a directory of a shape, with random weights. `linear`: also of its layers."""
+        parts = (
+            shape.name,
+            str(shape.settings["num_hidden_layers"]),
+            "whole" if linear else "light",
+        )
+        path = self.folder / "-".join(parts)
+        if path.exists():
+            return path
         say(f"making random weights of {shape.name}")
-        return in_fresh_process(write_random_model, self.folder / "model", shape, linear)
+        return in_fresh_process(write_random_model, path, shape, linear)
 
 
 def main(about: str | None, measure: Callable[[Options, Place], Found], **options: Any) -> None:

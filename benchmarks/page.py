@@ -48,6 +48,9 @@ class _Page:
         self.checks: dict[str, list[Check] | None] = {}
         self._now: list[Check] = []
         reports = {n: d["report"] for n, d in documents.items() if "report" in d}
+        for name, document in documents.items():
+            parts = document.get("reports", {})
+            reports |= {f"{name} {part}": one for part, one in parts.items()}
         self.reports = {name: Report.model_validate(one) for name, one in reports.items()}
 
     def section(
@@ -186,6 +189,12 @@ def cpu_ms(case: Case | None) -> float | None:
     return case.cpu_tee_ms / tokens_per_step(case) if case else None
 
 
+def attention_ms(case: Case) -> float:
+    """Return what attention takes in the TEE, of all layers, in the step that was observed."""
+    costs = (one for one in case.operators if one.operator == "attention")
+    return math.fsum(one.stages.tee_us for one in costs) / 1e3
+
+
 def milliseconds(value: float | None) -> str:
     """Render a time; empty for one that was not measured."""
     return "" if value is None else figures(value) or "0"
@@ -201,7 +210,9 @@ def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[list[Mapping[
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
     """Read what is recorded, by name."""
-    paths = [folder / f"{recording.name}.json" for recording in RECORDINGS]
+    # Further ones need a machine with an accelerator, and a model that is downloaded.
+    names = [*(one.name for one in RECORDINGS), "accelerator", "accuracy_smollm2"]
+    paths = [folder / f"{name}.json" for name in names]
     return {path.stem: json.loads(path.read_text("utf-8")) for path in paths if path.exists()}
 
 
@@ -216,7 +227,7 @@ def benchmarks_page(documents: Documents) -> str:
         extensions=["jinja2.ext.do"],
     )
     environment.globals.update({n: getattr(page, n) for n in dir(page) if not n.startswith("_")})
-    for helper in (case_name, divided, dominant, grouped, sustained_ms):
+    for helper in (attention_ms, case_name, divided, dominant, grouped, sustained_ms):
         environment.globals[helper.__name__] = helper
     for one in (figures, percent, size, hundredths, milliseconds, step_ms, cpu_ms):
         environment.filters[one.__name__] = one

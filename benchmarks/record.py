@@ -32,7 +32,6 @@ from tsqp.processes import ProcessError, program
 
 RESULTS = Path(__file__).parent / "results"
 MOST_BYTES = 200_000
-_LIMIT_S = 1200.0
 # The exit status of a measurement that has a result, and misses a target.
 _MISSED = 1
 
@@ -47,18 +46,9 @@ def with_machine(document: Any) -> dict[str, Any]:
     return {"machine": describe_machine(), "results": document}
 
 
-def without_layers(document: Any) -> dict[str, Any]:
-    """Shorten a report of `tsqp bench`; what is left is still a `Report`.
-
-    Raises SettingsError if the report is incomplete.
-    """
+def shortened(document: Any) -> dict[str, Any]:
+    """Shorten a report of `tsqp bench`; what is left is still a `Report`."""
     report = Report.model_validate(document)
-    SettingsError.unless(
-        not report.incomplete,
-        "tsqp bench",
-        str(report.incomplete),
-        "a complete report",
-    )
     short = report.model_dump(mode="json", exclude_defaults=True)
     for run, kept in zip(report.policies, short["policies"], strict=True):
         kept["timelines"] = []
@@ -72,6 +62,13 @@ def without_layers(document: Any) -> dict[str, Any]:
     return {"left_out": LEFT_OUT, "report": short}
 
 
+def whole(document: Any) -> dict[str, Any]:
+    """Shorten a report. Raises SettingsError if it is incomplete."""
+    why = Report.model_validate(document).incomplete
+    SettingsError.unless(not why, "tsqp bench", str(why), "a complete report")
+    return shortened(document)
+
+
 @dataclass(frozen=True)
 class ResultFile:
     """One file of results. `command`: without `--json FILE`."""
@@ -79,6 +76,7 @@ class ResultFile:
     name: str
     command: tuple[str, ...]
     shorten: Callable[[Any], dict[str, Any]] = dict
+    limit_s: float = 1200.0
 
     @property
     def shown(self) -> str:
@@ -90,7 +88,7 @@ def _bench(name: str, *options: str) -> ResultFile:
     return ResultFile(
         name,
         ("tsqp", "bench", "--shape", "llama-3.2-1b", *options),
-        without_layers,
+        whole,
     )
 
 
@@ -112,6 +110,8 @@ RECORDINGS: tuple[ResultFile, ...] = (
     _bench("bench_null_unix", *_NULL, "--policy", "published", "--transport", "unix"),
     _bench("bench_null_shm", *_NULL, "--transport", "shm"),
     _bench("bench_cpu_unix", *_CPU, "--transport", "unix"),
+    _script("sustained", limit_s=2400.0),
+    _script("peer"),
     _script("calls", module="tests.kit.calls", shorten=with_machine),
     _script("ping_pong", module=_PING_PONG, shorten=with_machine),
     _script("ping_pong_spin", *_SPIN, module=_PING_PONG, shorten=with_machine),
@@ -138,14 +138,14 @@ def record(recording: ResultFile, results: Path) -> int:
         load, started, created = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
         first, *rest = recording.command
         path = sys.executable if first == "python" else program(first)
-        limited = (recording.shown, f"no end in {_LIMIT_S:.0f} s", "a result")
+        limited = (recording.shown, f"no end in {recording.limit_s:.0f} s", "a result")
         with ProcessError.instead_of(subprocess.TimeoutExpired, *limited):
             # Its own children end with it.
             status = subprocess.run(
                 [path, *rest, "--json", str(file)],
                 stdout=subprocess.DEVNULL,
                 check=False,
-                timeout=_LIMIT_S,
+                timeout=recording.limit_s,
             ).returncode
         elapsed_s = time.monotonic() - started
         ProcessError.unless(

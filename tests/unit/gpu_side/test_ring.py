@@ -1,6 +1,7 @@
 """The GPU's kernels equal int64 arithmetic modulo 2^32 in Triton's interpreter, and compile.
 
-Left to `make test-slow`: they need Triton, and its interpreter takes minutes. As a program, without
+Left to `make test-slow`: they need Triton, and its interpreter takes minutes. With
+TRITON_INTERPRET=0 they run on a GPU, as benchmarks/accelerator.sh has them. As a program, without
 the interpreter, this file compiles the kernels and prints a line for each: the capability, how many
 rows or `fetch`, whether it works in place, the instruction of tensor cores, and what follows the
 result and a barrier of the block.
@@ -24,6 +25,8 @@ from tests.kit.rows import each_row
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOW, HIGH = -(2**31), 2**31 - 1
+# The interpreter's memory is the CPU's. What a kernel uses in place is, too, wherever it runs.
+ON_GPU = os.environ.get("TRITON_INTERPRET") == "0"
 # The ends of int32, -128 in every digit, 127 in every digit, and one more than that.
 EXTREMES = (LOW, HIGH, 0x7F7F7F80, 0x7F7F7F7F, 0x7F7F7F7F + 1, -1)
 
@@ -35,7 +38,19 @@ def ring() -> Any:
 
 def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     bounds = torch.iinfo(dtype)
-    return torch.randint(bounds.min, bounds.max + 1, shape).to(dtype)
+    return _there(torch.randint(bounds.min, bounds.max + 1, shape).to(dtype))
+
+
+def _there(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cuda() if ON_GPU else tensor
+
+
+def _here(*shape: int, dtype: torch.dtype = torch.int64, value: int = 0) -> torch.Tensor:
+    return torch.full(shape, value, dtype=dtype, pin_memory=ON_GPU)
+
+
+def _is_exact(found: torch.Tensor, elements: torch.Tensor, weight: torch.Tensor) -> bool:
+    return torch.equal(found.cpu(), exact_product(elements.cpu(), weight.cpu()))
 
 
 @each_row(
@@ -48,36 +63,39 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 )
 def test_every_tile_is_exact(ring: Any, rows: int, shape: tuple[int, int]) -> None:
     elements, weight = _random(torch.int32, rows, shape[1]), _random(torch.int8, *shape)
-    assert torch.equal(ring.every_tile(elements, weight), exact_product(elements, weight))
+    assert _is_exact(ring.every_tile(elements, weight), elements, weight)
     # Rows of a fused matrix are multiplied where they lie.
     part = weight[len(weight) // 2 :]
-    assert torch.equal(ring.every_tile(elements, part), exact_product(elements, part))
+    assert _is_exact(ring.every_tile(elements, part), elements, part)
 
 
 @each_row("value", EXTREMES)
 def test_extreme_values_wrap_as_the_ring_does(ring: Any, value: int) -> None:
     for rows in (2, 7, 40):
-        elements = torch.full((rows, 1030), value).to(torch.int32)
+        elements = _there(torch.full((rows, 1030), value).to(torch.int32))
         for entry in (-128, 127):
-            weight = torch.full((9, 1030), entry, dtype=torch.int8)
-            assert torch.equal(ring.every_tile(elements, weight), exact_product(elements, weight))
+            weight = _there(torch.full((9, 1030), entry, dtype=torch.int8))
+            assert _is_exact(ring.every_tile(elements, weight), elements, weight)
 
 
 @each_row("tile", [*tiles_for(1), *tiles_for(32)])
 def test_a_job_is_done_where_it_lies_and_touches_nothing_beside_it(ring: Any, tile: Any) -> None:
     K, N, bucket = 45, 37, 4
-    table, told = (torch.zeros(3, dtype=torch.int64) for _ in range(2))
-    fetched = torch.full((bucket * K,), 99, dtype=torch.int32)
-    weight, job = _random(torch.int8, N, K), InPlaceJob(table, torch.zeros(1).int(), told, fetched)
+    told, flag = _there(torch.zeros(3, dtype=torch.int64)), _here(1, dtype=torch.int32)
+    fetched = _there(torch.full((bucket * K,), 99, dtype=torch.int32))
+    weight, job = _random(torch.int8, N, K), InPlaceJob(_here(3), flag, told, fetched)
     # Of one request after the other, as a graph repeats them: fewer rows after more.
     for rows in (4, 3, 1):
-        elements, room = _random(torch.int32, rows, K), torch.full((bucket + 1, N), -7).int()
+        elements = _here(rows, K, dtype=torch.int32).copy_(_random(torch.int32, rows, K))
+        room = _here(bucket + 1, N, dtype=torch.int32, value=-7)
         result = room[:rows]
         job.tell(elements, result)
         assert not job.is_done
         ring.do_job(job, bucket, weight, tile)
+        if ON_GPU:
+            torch.cuda.synchronize()
         assert job.is_done
-        assert torch.equal(result, exact_product(elements, weight))
+        assert _is_exact(result, elements, weight)
         assert (room[rows:] == -7).all()
         assert job.told[2] == 0
 
@@ -98,7 +116,7 @@ def test_kernels_that_err_are_refused(ring: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_the_kernels_compile_for_gpus_that_are_not_here(ring: Any, tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET")
+    environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "tests.unit.gpu_side.test_ring"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
