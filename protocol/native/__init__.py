@@ -352,12 +352,12 @@ class _Trial:
         heads, kv_heads, context = 4, 2, 600
         bound = ATTENTION_BOUND if dtype is torch.bfloat16 else 0.0
         q = self._random(dtype, 3, heads, dim)
-        keys, values = (self._random(dtype, kv_heads, context, dim) for _ in range(2))
+        keys, values = (self._random(dtype, 2, kv_heads, context, dim) for _ in range(2))
         cos, sin = self._random(dtype, 3, dim), self._random(dtype, 3, dim // 2)
         turned, stride = torch.empty_like(q), heads * dim
         yield self._written("rope", number, q, stride, 3, heads, dim, cos, sin, to=turned)
         for rows, window in ((3, 0), (1, 0), (3, 100)):
             out = torch.empty(rows, stride, dtype=dtype)
             of = torch.tensor([0, rows, keys.data_ptr(), values.data_ptr(), context, context])
-            asked = (number, q, stride, heads, kv_heads, dim, of, 1, window)
+            asked = (number, q, stride, heads, kv_heads, dim, of, 1, 1, window)
             yield self._written("attention", *asked, to=out, bound=bound)

@@ -16,10 +16,10 @@ enum class Float : int { f32 = 0, bf16 = 1 };
 constexpr int CHECKS = 2;
 
 // Rows of a batch, from `first` on, that are the last of `context` positions of one sequence. Its
-// keys and values: [kv_heads, capacity, dim].
+// keys and values: [layers, kv_heads, capacity, dim].
 struct Sequence {
   int64_t first, rows;
-  const void *keys, *values;
+  void *keys, *values;
   int64_t capacity, context;
 };
 
@@ -94,17 +94,18 @@ struct Kernels {
   void (*rope)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads, int64_t dim,
                const void* cos, const void* sin, void* out, Pool* pool);
 
-  // Write rows of keys or values [rows, heads, dim], with a stride between rows, to positions
-  // start ... of a cache [heads, capacity, dim].
-  void (*append)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads,
-                 int64_t dim, void* cache, int64_t capacity, int64_t start);
+  // Write each sequence's rows of keys and values to their positions in a layer. k, v [all rows,
+  // heads, dim] with a stride between rows each.
+  void (*append)(Float type, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                 int64_t heads, int64_t dim, const Sequence* sequences, int64_t count,
+                 int64_t layer);
 
-  // Causal grouped-query attention of each sequence's rows: softmax(q k^T / sqrt dim) v. q [all
-  // rows, heads, dim] with a stride between rows, out [all rows, heads, dim] dense. A row looks at
-  // itself and what comes before it, at most `window` positions in all (0: no limit).
+  // Causal grouped-query attention of each sequence's rows in a layer: softmax(q k^T / sqrt dim) v.
+  // q [all rows, heads, dim] with a stride between rows, out [all rows, heads, dim] dense. A row
+  // looks at itself and what comes before it, at most `window` positions in all (0: no limit).
   void (*attention)(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
-                    int64_t dim, const Sequence* sequences, int64_t count, int64_t window,
-                    void* out, Pool* pool);
+                    int64_t dim, const Sequence* sequences, int64_t count, int64_t layer,
+                    int64_t window, void* out, Pool* pool);
 };
 
 // Static: compiled with the target options of each variant, so that no two may be merged.

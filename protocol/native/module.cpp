@@ -30,7 +30,6 @@ T from_python(PyObject* object) {
     return static_cast<T>(PyLong_AsLongLong(object));
 }
 
-PyObject* to_python(float value) { return PyFloat_FromDouble(value); }
 PyObject* to_python(int64_t value) { return PyLong_FromLongLong(value); }
 PyObject* to_python(bool value) { return PyBool_FromLong(value); }
 PyObject* to_python(const void* value) { return PyLong_FromVoidPtr(const_cast<void*>(value)); }

@@ -19,9 +19,11 @@ import mmap
 import os
 import re
 import secrets
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +33,6 @@ import torch
 from protocol.errors import LimitError
 from protocol.messages import SESSION_BYTES
 from protocol.model.config import ModelConfig
-from protocol.native import compiled_for
-from tee_side.native import kernels
 
 # What is left of the memory at start for everything but KV caches.
 _SHARE_OF_MEMORY = 0.8
@@ -117,22 +117,23 @@ class KVCache:
         self.losses, self.stale = 0.0, False
         # Rows behind `length` that each layer has written in this step, here or at a service.
         self.written = [0] * layers
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._write = kernels.append if compiled_for(dtype) else _append
+        # Of the layers that are here their place in `memory`: keys and values, [L, K, S, C] each.
+        self.places: dict[int, int] = {}
+        self.memory: tuple[torch.Tensor, ...] = ()
         if not here:
             return
         try:
-            keys, values = _untouched(shape, dtype), _untouched(shape, dtype)
+            self.memory = _untouched(shape, dtype), _untouched(shape, dtype)
         except (OSError, OverflowError):
             most = _machine_bytes()
             where = f"KV memory, which the machine refuses, of {mib(most)} that it has"
             expected = f"less: {mib(_available_bytes())} are available (lower --max-new-tokens)"
             raise kv_refused(where, self.nbytes, capacity, expected, most=most) from None
-        self._layers = dict(zip(here, zip(keys, values, strict=True), strict=True))
+        self.places = {layer: place for place, layer in enumerate(here)}
 
     def release(self) -> None:
         """Give the memory back: the sequence has ended, and is asked for its length at most."""
-        self._layers = {}
+        self.places, self.memory = {}, ()
         self.nbytes = 0
         self._end_session()
 
@@ -158,31 +159,28 @@ class KVCache:
         """Forget what has been written behind `length`, by a step that failed."""
         self.written = [0] * len(self.written)
 
-    def append(
-        self, layer: int, k_TKC: torch.Tensor, v_TKC: torch.Tensor, *, behind: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one layer's new rows; return all keys and values [K, S, C] up to them.
+    def reserve(self, layer: int, tokens: int, behind: int = 0) -> None:
+        """Count rows of one layer as written; whoever calls it writes them before anything else.
 
         `behind`: how many rows of the same step stand between `length` and these. IndexError if
         they have not been written yet, or if there is no room: both are mistakes of the caller.
         """
-        start = self.length + behind
-        end = start + k_TKC.shape[0]
+        end = self.length + behind + tokens
         if end > self.capacity:
-            # torch would drop a single row silently: it broadcasts to an empty slice.
             raise IndexError(f"KV cache: got {end} tokens, expected at most {self.capacity}")
         if behind > self.written[layer]:
             raise IndexError(
                 f"KV cache: got rows behind {behind} others, expected at most"
                 f" {self.written[layer]}, which are there"
             )
-        self.written[layer] = behind + k_TKC.shape[0]
-        if layer not in self._layers:
+        if layer not in self.places:
             raise IndexError(f"KV cache: got layer {layer}, expected one that is here")
-        keys, values = self._layers[layer]
-        self._write(k_TKC, keys, start)
-        self._write(v_TKC, values, start)
-        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
+        self.written[layer] = behind + tokens
+
+    def up_to(self, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one layer's keys and values up to a position, [K, end, C], as views."""
+        keys, values = (x_LKSC[self.places[layer]].narrow(1, 0, end) for x_LKSC in self.memory)
+        return keys, values
 
     def commit(self, tokens: int) -> None:
         """Count the first rows that every layer has written; the others are forgotten."""
@@ -192,9 +190,8 @@ class KVCache:
 
     def copy_from(self, other: KVCache, tokens: int) -> None:
         """Begin with the first tokens of another cache."""
-        for layer, mine in self._layers.items():
-            for x_KSC, y_KSC in zip(mine, other._layers[layer], strict=True):
-                x_KSC.narrow(1, 0, tokens).copy_(y_KSC.narrow(1, 0, tokens))
+        for mine, theirs in zip(self.memory, other.memory, strict=True):
+            mine.narrow(2, 0, tokens).copy_(theirs.narrow(2, 0, tokens))
         self.length, self.parent = tokens, (other, tokens)
 
 
@@ -203,11 +200,6 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def _append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:
-    """Write keys or values to the positions of a cache from `start` on, where there is room."""
-    cache_KSC.narrow(1, start, x_TKC.shape[0]).copy_(x_TKC.transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +248,12 @@ class Take(NamedTuple):
     logits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """`token_ids_T`: int64 [T]; `output_rows`: rows whose logits are wanted, in order.
 
-    `read_rows`: rows whose hidden states are.
+    `read_rows`: rows whose hidden states are. It is of one step: what its sequences had before it
+    is asked once.
     """
 
     token_ids_T: torch.Tensor
@@ -288,6 +281,29 @@ class Batch:
             read_rows += (start + row for row in read)
         ids_T = torch.tensor(token_ids, dtype=torch.int64)
         return Batch(ids_T, tuple(chunks), tuple(output_rows), tuple(read_rows))
+
+    @cached_property
+    def _sequences(self) -> array[int]:
+        found = array("q")
+        for one in self.chunks:
+            keys, values = one.cache.memory
+            found.extend((one.rows.start, one.tokens, keys.data_ptr(), values.data_ptr()))
+            found.extend((keys.shape[2], one.start + one.tokens))
+        return found
+
+    def layout(self, layer: int) -> tuple[int, ...]:
+        """Return what kernels know of a layer's keys and values.
+
+        How many heads they have, the address of a `Sequence` of protocol/native/kernels.h for each
+        chunk, how many these are, and which of the layers in the caches' memory it is.
+        """
+        cache = self.chunks[0].cache  # alike in all of them
+        address, _ = self._sequences.buffer_info()
+        return cache.memory[0].shape[1], address, len(self.chunks), cache.places[layer]
+
+    def attended(self, layer: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Return of each chunk its rows, and the keys and values [K, S, C] up to the last one."""
+        return [(one.rows, *one.cache.up_to(layer, one.start + one.tokens)) for one in self.chunks]
 
     @property
     def wanted_rows(self) -> list[int]:

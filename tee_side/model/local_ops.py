@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from tee_side.native.kernels import Attended
+from tee_side.model.batch import Batch
 
 # Positions whose query rows the fused kernel gets at a time, with the keys that any of them may
 # look at: it computes what is hidden, too, which would be half of a long prompt.
@@ -85,12 +85,20 @@ def _causal_bias(keys: int, window: int | None) -> torch.Tensor:
     return bias if hidden is None else bias.masked_fill_(hidden, float("-inf"))
 
 
-def attention(q_THC: torch.Tensor, sequences: Attended, window: int | None) -> torch.Tensor:
-    """Causal grouped-query attention of each sequence's last rows: [T, H * C].
+def append(k_TKC: torch.Tensor, v_TKC: torch.Tensor, batch: Batch, layer: int) -> None:
+    """Write keys and values of a batch's rows to the caches of their sequences."""
+    for rows, *cached in batch.attended(layer):
+        for x_TKC, x_KSC in zip((k_TKC[rows], v_TKC[rows]), cached, strict=True):
+            x_KSC[:, -len(x_TKC) :] = x_TKC.transpose(0, 1)
+
+
+def attention(q_THC: torch.Tensor, batch: Batch, layer: int, window: int | None) -> torch.Tensor:
+    """Causal grouped-query attention of a batch's rows to their sequences' caches: [T, H * C].
 
     softmax(q k^T / sqrt C) v, in float32. `window`: as in `causal_mask`.
     """
-    outputs = [_attention(q_THC[rows], k, v, window) for rows, k, v in sequences]
+    attended = batch.attended(layer)
+    outputs = [_attention(q_THC[rows], k, v, window) for rows, k, v in attended]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

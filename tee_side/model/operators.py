@@ -43,9 +43,8 @@ from protocol.model.weights import (
     load_tensor,
 )
 from protocol.native import compiled_for
-from tee_side.model.batch import Batch, KVCache
+from tee_side.model.batch import Batch
 from tee_side.native import kernels
-from tee_side.native.kernels import Attended
 from tee_side.observer import Observer, timed
 from tee_side.policy.placement import Policy, Segment
 from tee_side.protect.masks.mask import AdditiveMask, Mask
@@ -66,12 +65,12 @@ LocalOperators: TypeAlias = dict[tuple[int | None, Operator], Product]
 class TeeLayer(Layer):
     """The local operators of one layer, timed where there is an observer.
 
-    `kv_cache`: `KVCache.append` of this layer; `attention`: see `tee_side.model.local_ops`.
+    `kv_cache`, `attention`: `append` and `attention` of `tee_side.model.local_ops`.
     `window`: how many tokens back a token may look, itself included; None for all.
     """
 
-    kv_cache: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    attention: Callable[[torch.Tensor, Attended], torch.Tensor]
+    kv_cache: Callable[[torch.Tensor, torch.Tensor, Batch], None]
+    attention: Callable[[torch.Tensor, Batch], torch.Tensor]
     window: int | None
 
 
@@ -108,8 +107,8 @@ class TeeModel:
         return TeeLayer(
             index=index,
             **bound(self.norms[index], self.config, ops, told),
-            kv_cache=told(partial(KVCache.append, layer=index), "kv_cache"),
-            attention=told(partial(ops.attention, window=window), "attention"),
+            kv_cache=told(partial(ops.append, layer=index), "kv_cache"),
+            attention=told(partial(ops.attention, layer=index, window=window), "attention"),
             window=window,
         )
 
@@ -228,17 +227,19 @@ async def attend(
     `remotes`: of each layer the attention whose products leave, None where both stay.
     """
     remote = remotes[layer.index]
-    sequences: list[tuple[slice, Tensor, Tensor]] = []
+    before = None
     for chunk in batch.chunks:
         # Rows of the same sequence in an earlier micro-batch: it is seldom behind, but may be.
-        while chunk.behind and not chunk.follows(layer.index):
+        while chunk.cache is not before and not chunk.follows(layer.index):
             await turn()
-        rows = chunk.rows
-        kv = layer.kv_cache(chunk.cache, k_TKC=k_TKC[rows], v_TKC=v_TKC[rows], behind=chunk.behind)
-        sequences.append((rows, *kv))
+        before = chunk.cache
+    for chunk in batch.chunks:  # all at once, as those in other micro-batches look at what follows
+        chunk.cache.reserve(layer.index, chunk.tokens, chunk.behind)
+    layer.kv_cache(k_TKC, v_TKC, batch)
     if remote is None:
-        return layer.attention(q_THC, sequences)
-    return torch.cat([await remote(layer, q_THC[rows], k, v) for rows, k, v in sequences])
+        return layer.attention(q_THC, batch)
+    attended = batch.attended(layer.index)
+    return torch.cat([await remote(layer, q_THC[rows], k, v) for rows, k, v in attended])
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,14 +376,15 @@ struct Attention {
 };
 
 static void attention(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
-                      int64_t dim, const Sequence* sequences, int64_t count, int64_t window,
-                      void* out, Pool* pool) {
+                      int64_t dim, const Sequence* sequences, int64_t count, int64_t layer,
+                      int64_t window, void* out, Pool* pool) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     auto of = [&](const Sequence& s) {
+      const int64_t before = layer * kv_heads * s.capacity * dim;
       return Attention<T>{(const T*)q + s.first * stride, stride, s.rows, heads, kv_heads, dim,
-                          (const T*)s.keys, (const T*)s.values, s.capacity, s.context, window,
-                          (T*)out + s.first * heads * dim};
+                          (const T*)s.keys + before, (const T*)s.values + before, s.capacity,
+                          s.context, window, (T*)out + s.first * heads * dim};
     };
     // Segments side by side where rows and heads are too few to share.
     if (const auto one = of(*sequences); count == 1 && one.rows <= one.rows_at_once() && one.segments() > 1)

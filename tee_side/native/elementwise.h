@@ -85,13 +85,18 @@ static void rope(Float type, const void* x, int64_t stride, int64_t rows, int64_
   });
 }
 
-static void append(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads,
-                   int64_t dim, void* cache, int64_t capacity, int64_t start) {
-  const int64_t size = type == Float::f32 ? 4 : 2;
-  for (int64_t head = 0; head < heads; head++)
-    for (int64_t row = 0; row < rows; row++)
-      memcpy((char*)cache + (head * capacity + start + row) * dim * size,
-             (const char*)x + (row * stride + head * dim) * size, dim * size);
+static void append(Float type, const void* k, int64_t k_stride, const void* v, int64_t v_stride,
+                   int64_t heads, int64_t dim, const Sequence* sequences, int64_t count,
+                   int64_t layer) {
+  const int64_t bytes = type == Float::f32 ? 4 : 2, size = dim * bytes;
+  auto write = [&](const Sequence& s, const void* x, int64_t stride, void* cache) {
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t row = 0; row < s.rows; row++)
+        memcpy((char*)cache + ((layer * heads + head) * s.capacity + s.context - s.rows + row) * size,
+               (const char*)x + ((s.first + row) * stride + head * dim) * bytes, size);
+  };
+  for (const Sequence* s = sequences; s < sequences + count; s++)
+    write(*s, k, k_stride, s->keys), write(*s, v, v_stride, s->values);
 }
 
 }  // namespace VARIANT

@@ -5,11 +5,12 @@ and bfloat16. A row's bits depend on that row and the instruction set alone, not
 rows beside it, on how a prompt is cut, or on the number of threads. Equal to torch's within a few
 units in the last place: RMSNorm and attention sum in another order.
 
+A `batch` is one of `tee_side.model.batch`, of which `layout` says where caches are.
+
 Then what happens around a product of integers: one pass before it, one pass after it.
 """
 
-from array import array
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,8 +19,6 @@ from protocol.keystream import Streams
 from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
-# Rows of a batch, in order, and keys and values [K, S, C] of their sequence up to the last of them.
-Attended = Sequence[tuple[slice, Tensor, Tensor]]
 
 
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,34 +86,23 @@ def apply_rope(x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
     return out_TXC
 
 
-def append(x_TKC: torch.Tensor, cache_KSC: torch.Tensor, start: int) -> None:
-    """Write keys or values to the positions of a cache from `start` on, where there is room."""
-    rows, heads, dim = x_TKC.shape
+def append(k_TKC: Tensor, v_TKC: Tensor, batch: Any, layer: int) -> None:
+    """See `tee_side.model.local_ops.append`."""
+    kv_heads, *where = batch.layout(layer)
     library.append(
-        FLOATS[x_TKC.dtype],
-        x_TKC.data_ptr(),
-        x_TKC.stride(0),
-        rows,
-        heads,
-        dim,
-        cache_KSC.data_ptr(),
-        cache_KSC.shape[1],
-        start,
+        *(FLOATS[k_TKC.dtype], k_TKC.data_ptr(), k_TKC.stride(0), v_TKC.data_ptr()),
+        *(v_TKC.stride(0), kv_heads, k_TKC.shape[2], *where),
     )
 
 
-def attention(q_THC: torch.Tensor, sequences: Attended, window: int | None) -> Tensor:
-    """See `tee_side.model.local_ops.attention`; k and v are parts of a cache [K, capacity, C]."""
+def attention(q_THC: Tensor, batch: Any, layer: int, window: int | None) -> Tensor:
+    """See `tee_side.model.local_ops.attention`."""
     T, H, C = q_THC.shape
     out = torch.empty(T, H * C, dtype=q_THC.dtype)
-    of_each = array("q")
-    for rows, k_KSC, v_KSC in sequences:
-        of_each.extend((rows.start, rows.stop - rows.start, k_KSC.data_ptr(), v_KSC.data_ptr()))
-        of_each.extend((k_KSC.stride(0) // C, k_KSC.shape[1]))  # the capacity, and what is in use
+    kv_heads, *where = batch.layout(layer)
     library.attention(
-        *(FLOATS[q_THC.dtype], q_THC.data_ptr(), q_THC.stride(0), H, len(k_KSC), C),
-        *(of_each.buffer_info()[0], len(sequences), window or 0),
-        *(out.data_ptr(), native.own.pool),
+        *(FLOATS[q_THC.dtype], q_THC.data_ptr(), q_THC.stride(0), H, kv_heads, C),
+        *(*where, window or 0, out.data_ptr(), native.own.pool),
     )
     return out
 

@@ -181,17 +181,17 @@ class Trial {
                  int64_t context, int64_t window) {
     const int64_t stride = heads * dim + 7;
     auto q = floats_of(type, (rows - 1) * stride + heads * dim);
-    auto keys = floats_of(type, kv_heads * context * dim);
-    auto values = floats_of(type, kv_heads * context * dim);
+    auto keys = floats_of(type, 2 * kv_heads * context * dim);
+    auto values = floats_of(type, 2 * kv_heads * context * dim);
     auto out = floats_of(type, rows * heads * dim);
-    kernels_.append(type, q.get(), stride, rows, kv_heads, dim, keys.get(), context,
-                    context - rows);
     // The first row as a sequence of its own, which is as long as it sees.
     const Sequence both[] = {
         {0, 1, keys.get(), values.get(), context, context - rows + 1},
         {1, rows - 1, keys.get(), values.get(), context, context},
     };
-    kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, rows > 1 ? 2 : 1, window,
+    const int64_t count = rows > 1 ? 2 : 1, layer = 1;
+    kernels_.append(type, q.get(), stride, q.get(), stride, kv_heads, dim, both, count, layer);
+    kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, count, layer, window,
                        out.get(), pool_);
     if (type == Float::f32) return keep(out);
     for (int64_t i = 0; i < rows * heads * dim; i++) {

@@ -117,7 +117,7 @@ bool attends(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t
   auto attend = [&](int64_t first, int64_t count, bf16* to) {
     const Sequence one{0, count, keys.data(), values.data(), capacity, context};
     tiled::attention(Float::bf16, q.data() + first * stride, stride, heads, kv_heads, dim, &one, 1,
-                     window, to, pool);
+                     0, window, to, pool);
   };
   attend(0, rows, out.data());
   attend(rows - 1, 1, last.data());

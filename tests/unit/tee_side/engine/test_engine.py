@@ -197,8 +197,6 @@ def test_room_for_what_runs_is_made_by_the_least_recently_used(tee: Tee) -> None
     texts = [[number, *range(100, 119)] for number in range(4)]
     for ids in texts:
         caches.append(KVCache(config, 60, torch.float32))
-        for layer in range(config.num_hidden_layers):
-            caches[-1].append(layer, *[torch.zeros(20, 2, 16)] * 2)
         caches[-1].commit(20)
         pool.keep(("me", ""), [*ids, 7], caches[-1])  # the last token is never in a cache
     pool.fill(("me", ""), [*texts[0], 9], KVCache(config, 60, torch.float32))  # now the most recent

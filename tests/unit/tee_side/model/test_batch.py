@@ -14,7 +14,8 @@ from hypothesis import given
 from protocol.errors import LimitError
 from protocol.model.config import ModelConfig, read_config
 from tee_side.model import batch as batch_module
-from tee_side.model.batch import Batch, KVCache, Take, kv_bytes
+from tee_side.model import local_ops
+from tee_side.model.batch import Batch, Chunk, KVCache, Take, kv_bytes
 from tests.kit.model import Models
 
 
@@ -107,60 +108,73 @@ def _rows(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, 2, 16, generator=torch.Generator().manual_seed(seed))
 
 
+def _append(cache: KVCache, layer: int, k_TKC: torch.Tensor, *, behind: int = 0) -> None:
+    rows = slice(0, len(k_TKC))
+    batch = Batch(torch.empty(0), (Chunk(cache, rows, 0, behind),), ())
+    cache.reserve(layer, len(k_TKC), behind)
+    local_ops.append(k_TKC, -k_TKC, batch, layer)
+
+
 def test_what_was_committed_stays_and_the_rest_is_written_over(config: ModelConfig) -> None:
-    """Layer by layer, and as views of the cache."""
-    cache = KVCache(config, 10, torch.float32)
+    """Layer by layer, and as views of the cache; another one begins with it."""
+    cache, other = (KVCache(config, 10, torch.float32) for _ in range(2))
     first, lost, second = _rows(3, 0), _rows(4, 1), _rows(2, 2)
     for layer in range(3):
-        cache.append(layer, first + layer, -first)
+        _append(cache, layer, first + layer)
     cache.commit(3)
-    before, _ = cache.append(1, lost, lost)
+    _append(cache, 1, lost)
+    before, _ = cache.up_to(1, 7)
     assert cache.length == 3
     for layer in range(3):
-        keys, values = cache.append(layer, second, -second)
+        _append(cache, layer, second)
+        keys, values = cache.up_to(layer, 5)
         assert torch.equal(keys, torch.cat((first + layer, second)).transpose(0, 1))
-        assert torch.equal(values, -torch.cat((first, second)).transpose(0, 1))
+        assert torch.equal(values, -keys)
         assert (keys.data_ptr() == before.data_ptr()) == (layer == 1)
+    other.copy_from(cache, 2)
+    assert [other.up_to(layer, 10)[0][:, 1:].any() for layer in range(3)] == [True] * 3
+    assert all(torch.equal(other.up_to(n, 2)[1], cache.up_to(n, 2)[1]) for n in range(3))
+    assert not any(x_LKSC[:, :, 2:].any() for x_LKSC in other.memory)
 
 
 def test_rows_behind_others_that_are_not_there_yet_are_refused(config: ModelConfig) -> None:
     """It would look at keys that nobody has written, which look like any others."""
     cache = KVCache(config, 10, torch.float32)
 
-    def append(layer: int, count: int, behind: int, most: int | None = None) -> None:
+    def reserve(layer: int, count: int, behind: int, most: int | None = None) -> None:
         if most is None:
-            cache.append(layer, _rows(count, 0), _rows(count, 0), behind=behind)
+            cache.reserve(layer, count, behind)
             return
         with pytest.raises(IndexError, match=f"behind {behind} others, expected at most {most}"):
-            cache.append(layer, _rows(count, 0), _rows(count, 0), behind=behind)
+            cache.reserve(layer, count, behind)
 
-    append(0, 1, behind=3, most=0)
-    append(0, 3, behind=0)
-    append(1, 1, behind=3, most=0)  # of another layer
-    append(0, 1, behind=4, most=3)
-    append(0, 4, behind=3)
+    reserve(0, 1, behind=3, most=0)
+    reserve(0, 3, behind=0)
+    reserve(1, 1, behind=3, most=0)  # of another layer
+    reserve(0, 1, behind=4, most=3)
+    reserve(0, 4, behind=3)
     # It failed. Repeated, its first part is shorter, and what is behind it is the old step's.
-    append(0, 2, behind=0)
-    append(0, 1, behind=3, most=2)
+    reserve(0, 2, behind=0)
+    reserve(0, 1, behind=3, most=2)
     cache.begin_step()
-    append(0, 1, behind=1, most=0)
+    reserve(0, 1, behind=1, most=0)
     # What was committed is nothing to stand behind.
     for layer in range(3):
-        append(layer, 3, behind=0)
+        reserve(layer, 3, behind=0)
     cache.commit(3)
-    append(0, 1, behind=1, most=0)
+    reserve(0, 1, behind=1, most=0)
 
 
 def test_a_full_cache_refuses_more_rows(config: ModelConfig) -> None:
     """One row is the dangerous case: assigned to an empty slice, torch would drop it silently."""
-    cache, full = KVCache(config, 4, torch.float32), _rows(4, 0)
-    cache.append(0, full, full)
+    cache = KVCache(config, 4, torch.float32)
+    cache.reserve(0, 4)
     refused = pytest.raises(IndexError, match="got 5 tokens, expected at most 4")
     with refused:
-        cache.append(0, _rows(1, 1), _rows(1, 1), behind=4)
+        cache.reserve(0, 1, behind=4)
     cache.commit(4)
     with refused:
-        cache.append(0, _rows(1, 1), _rows(1, 1))
+        cache.reserve(0, 1)
 
 
 def test_memory_that_the_machine_refuses_is_a_limit(
@@ -204,13 +218,12 @@ def test_its_memory_is_its_own_and_goes_with_the_last_view(
     monkeypatch.setattr(batch_module.mmap, "mmap", Watched)
     cache = KVCache(config, 10, torch.bfloat16)
     assert cache.nbytes == kv_bytes(config, 10, torch.bfloat16) == sum(sizes) == 3840
-    rows = _rows(10, 0).to(torch.bfloat16)
-    views = [cache.append(layer, rows, rows) for layer in range(3)]
+    views = [cache.up_to(layer, 10) for layer in range(3)]
     cache.commit(10)
     cache.release()
     assert (cache.length, cache.nbytes) == (10, 0)
     with pytest.raises(IndexError):
-        cache.append(0, rows, rows)
+        cache.reserve(0, 0)
     assert [one() is None for one in made] == [False, False]
     del views
     assert [one() is None for one in made] == [True, True]

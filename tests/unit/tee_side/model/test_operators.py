@@ -16,6 +16,7 @@ from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from tee_side.model import local_ops
+from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import (
     LocalOperators,
     Tables,
@@ -169,6 +170,17 @@ def _near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(((found.double() - exact).abs() <= bound).all())
 
 
+def _batch(*parts: Any) -> Batch:
+    """Rows, the position behind them, and the whole memory of keys and of values, of each part."""
+    chunks = []
+    for rows, end, keys_LKSC, values_LKSC in parts:
+        cache = KVCache.__new__(KVCache)
+        cache.memory, cache.length = (keys_LKSC, values_LKSC), end - (rows.stop - rows.start)
+        cache.places = {layer: layer for layer in range(len(keys_LKSC))}
+        chunks.append(Chunk(cache, rows, end))
+    return Batch(torch.empty(0), tuple(chunks), ())
+
+
 def test_rows_are_what_the_formulas_say(ops: Any) -> None:
     wrong = []
     for dtype, features in itertools.product(_dtypes(ops), (2, 30, 96, 1000)):
@@ -191,11 +203,13 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
             "rope": _near(rotated, turned, dtype),
         }
         assert all(map(torch.equal, (product, gain, cos, sin), kept))
-        # Keys are written where they belong; torch's are written by the cache itself.
-        if ops is compiled_ops:
-            cache, keys = torch.zeros(1, 9, features, dtype=dtype), h.unflatten(1, (1, features))
-            ops.append(keys, cache, 3)
-            right["append"] = torch.equal(cache[0, 3:8], h) and not cache[0, [0, 1, 2, 8]].any()
+        keys, values = (x_TF.unflatten(1, (1, features)) for x_TF in (h, up))
+        # Of a sequence its first rows, and the last one as a guess.
+        memory = torch.zeros(2, 2, 1, 9, features, dtype=dtype)
+        ops.append(keys, values, _batch((slice(0, 4), 6, *memory), (slice(4, 5), 7, *memory)), 1)
+        written = torch.equal(memory[:, 1, 0, 2:7], torch.stack((h, up)))
+        memory[:, 1, :, 2:7] = 0
+        right["append"] = written and not memory.any()
         stream = h.contiguous()
         total = stream + up
         right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
@@ -217,10 +231,11 @@ SIZES = [
 
 
 def _attended(
-    q_THC: torch.Tensor, k_KSC: torch.Tensor, v_KSC: torch.Tensor, window: int | None
+    q_THC: torch.Tensor, k: torch.Tensor, v: torch.Tensor, S: int, window: int | None
 ) -> torch.Tensor:
     T, H, C = q_THC.shape
-    K, S, _ = k_KSC.shape
+    k_KSC, v_KSC = k[0, :, :S], v[0, :, :S]
+    K = len(k_KSC)
     query_T1, key_1S = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
     hidden = key_1S > query_T1
     if window is not None:
@@ -234,9 +249,9 @@ def _attended(
 def _operands(
     dtype: torch.dtype, tokens: int, context: int, shape: tuple[int, int, int] = SHAPES[0]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v as the forward pass and the cache hand them over: k and v are views."""
+    """Return q, and the memory of k and v, which has room for more positions."""
     heads, shared, size = shape
-    k, v = _random(dtype, 2, shared, context + 9, size)[:, :, :context].unbind(0)
+    k, v = _random(dtype, 2, 1, shared, context + 9, size)
     return _random(dtype, tokens, heads, size), k, v
 
 
@@ -247,19 +262,19 @@ def test_attention_is_what_the_formula_says(ops: Any) -> None:
         operands = _operands(dtype, tokens, context, shape)
         kept = [x.clone() for x in operands]
         q, k, v = operands
-        every = slice(0, tokens)
-        found = ops.attention(q, [(every, k, v)], window)
+        every, row = (slice(0, tokens), context), (slice(0, 1), context)
+        found = ops.attention(q, _batch((*every, k, v)), 0, window)
         assert all(map(torch.equal, operands, kept))
         # A row's bits do not depend on the rows before it in its chunk, on other sequences, nor on
         # threads.
         native.set_threads(3)
-        last = ops.attention(q[-1:], [(slice(0, 1), k, v)], window)
+        last = ops.attention(q[-1:], _batch((*row, k, v)), 0, window)
         # Of another sequence, with keys and values of its own.
-        own = slice(0, 1), k.flip(1), v.flip(1)
-        other = ops.attention(q[-1:], [own], window)
-        beside = ops.attention(torch.cat([q[-1:], q]), [own, (slice(1, 1 + tokens), k, v)], window)
+        own, behind = (*row, k.flip(2), v.flip(2)), (slice(1, 1 + tokens), context, k, v)
+        other = ops.attention(q[-1:], _batch(own), 0, window)
+        beside = ops.attention(torch.cat([q[-1:], q]), _batch(own, behind), 0, window)
         native.set_threads(1)
-        exact = _attended(*operands, window)
+        exact = _attended(*operands, context, window)
         alike = torch.equal(last, found[-1:]) and torch.equal(beside, torch.cat([other, found]))
         if not (_near(found, exact, dtype) and alike):
             wrong.append((tokens, context, window, dtype, shape))
@@ -272,8 +287,9 @@ def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
         q, k, v = _operands(dtype, 2, context, (2, 2, 16))
         # One row's query: none of its scores is a number. One key: of its segment, one score.
         q[0, 0, 3] = broken
-        k[1, 0] = torch.nan
-        found = ops.attention(q, [(slice(0, 2), k, v)], None).unflatten(1, (2, 16))
+        k[0, 1, 0] = torch.nan
+        found = ops.attention(q, _batch((slice(0, 2), context, k, v)), 0, None)
+        found = found.unflatten(1, (2, 16))
         assert found[0, 0].isnan().all()
         assert found[1, 0].isfinite().all()
         assert found[:, 1].isnan().all()
