@@ -50,9 +50,12 @@ $(RELEASE): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
 	$(PIP) -c constraints.txt -e '.[release]'
 	@touch $(DEMO) $(STAMP) $@
 
-# Built from its source, for this processor: as fast as it is here.
+# Built from its source, for this processor: as fast as it is here. GCC up to 12 may set up AMX tiles
+# behind their first use, which ends it with a fault.
+NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 $(PEER): $(STAMP)
-	$(PIP) -c constraints.txt --no-binary llama-cpp-python -e '.[peer]'
+	flags=$$(g++ -mno-amx-tile -E -x c++ /dev/null > /dev/null 2>&1 && [ $$(g++ -dumpversion) -le 12 ] && echo $(NO_AMX)); \
+	CFLAGS=$$flags CXXFLAGS=$$flags $(PIP) -c constraints.txt --no-binary llama-cpp-python -e '.[peer]'
 	@touch $(DEMO) $(STAMP) $@
 
 demo: $(DEMO)  ## watch a model generate text across two processes, and check it

@@ -229,16 +229,13 @@ class _Layers:
         But for the last token those are zeros in the cache: what is there makes no difference.
         """
         engine, config, context = self._engine(lanes), self._config, self._settings.context
-        nothing = torch.zeros(
-            context - 1, config.num_key_value_heads, config.head_dim, dtype=self._model.dtype
-        )
         sequences = [
             engine.add(prompt, max_new_tokens=DECODED, eos_token_ids=frozenset())
             for prompt in random_ids(config.vocab_size, context, seed=0, sequences=batch).tolist()
         ]
         for sequence in sequences:
-            for layer in range(config.num_hidden_layers):
-                sequence.cache.append(layer, nothing, nothing)
+            for memory in sequence.cache.memory:
+                memory.zero_()  # so that it is there
             sequence.cache.commit(context - 1)
         while not all(sequence.token_ids for sequence in sequences):
             engine.step()
