@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise, product
+from itertools import cycle, pairwise, product, repeat
 from typing import Any, cast
 
 import torch
 
-from protocol.native import choice
+from protocol.native import AUTO, choice
 from protocol.prepared import Exchange
 from tee_side.observer import AnyOperator, Observer, StageClock, timed
 from tee_side.policy.placement import Policy, load_policy
 from tee_side.protect.masks.mask import Pad
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, PadsFrom, Place, TeeStage
+from tests.kit.kernels import using_kernels
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
 
@@ -99,11 +100,20 @@ def _expected(policy: Policy, *, logits: bool = True) -> Notes:
     return notes
 
 
-@each_row(("name", "micro_batches"), zip(NAMES, cycle((1, 2))))
+@each_row(
+    ("name", "micro_batches", "kernels"),
+    # Without compiled kernels, masking and checks are stages of their own.
+    [*zip(NAMES, cycle((1, 2)), repeat(AUTO)), ("shielded-prefill", 1, "torch")],
+)
 def test_each_micro_batch_tells_of_every_operator_with_its_layer_and_stages(
-    saved_model: Models, name: str, micro_batches: int
+    saved_model: Models, name: str, micro_batches: int, kernels: str
 ) -> None:
     """The first tells of what is done once for both: logits, but where each draws pads for them."""
+    with using_kernels(kernels):
+        _check_observed(saved_model, name, micro_batches)
+
+
+def _check_observed(saved_model: Models, name: str, micro_batches: int) -> None:
     model, policy, notes = saved_model("llama"), load_policy(name), Notes()
     observed, alone = (
         model.tee(
