@@ -7,8 +7,8 @@ from tee_side.engine.request import Request, SamplingSettings
 from tests.kit.model import Models, Tee, finish, token_ids
 from tests.kit.rows import each_row
 
-DTYPES = ("float32", "bfloat16", "float16")
-POLICIES = ("quantized-clear", "shielded", "shielded-prefill")
+DTYPES = ("float32", "bfloat16", "float16", "bfloat16")
+POLICIES = ("quantized-clear", "shielded", "shielded-prefill", "dealt")
 SHARED = token_ids(40)
 WARM = SamplingSettings(temperature=1.5, top_k=50, seed=11)
 
@@ -85,7 +85,7 @@ def test_what_is_kept_makes_room_for_what_runs(saved_model: Models) -> None:
     _answers(engine, _request(SHARED, samples=2))
 
 
-@each_row(("policy", "prompt"), zip(POLICIES, (1, 2, 40), strict=True))
+@each_row(("policy", "prompt"), zip(POLICIES, (1, 2, 40, 17), strict=True))
 def test_samples_are_the_same_requests_alone_with_seeds_of_their_own(
     saved_model: Models, policy: str, prompt: int
 ) -> None:

@@ -86,6 +86,7 @@ def _assert_same(found: Answer, expected: Answer, tolerance: Tolerance | None = 
     [
         ("tee-only", "float32", "greedy"),
         ("shielded", "bfloat16", "seed"),
+        ("dealt", "bfloat16", "seed"),
         ("quantized-clear", "float16", "seed"),
     ],
 )
