@@ -50,12 +50,12 @@ $(RELEASE): $(VENV)/.torch pyproject.toml constraints.txt $(KERNELS)
 	$(PIP) -c constraints.txt -e '.[release]'
 	@touch $(DEMO) $(STAMP) $@
 
-# Built from its source, for this processor: as fast as it is here. GCC up to 12 may set up AMX tiles
-# behind their first use, which ends it with a fault.
+# Built from its source, for this processor. GCC up to 12 moves the setting up of AMX tiles behind
+# their first use: the processor refuses that, and llama.cpp ends.
 NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 $(PEER): $(STAMP)
-	flags=$$(g++ -mno-amx-tile -E -x c++ /dev/null > /dev/null 2>&1 && [ $$(g++ -dumpversion) -le 12 ] && echo $(NO_AMX)); \
-	CFLAGS=$$flags CXXFLAGS=$$flags $(PIP) -c constraints.txt --no-binary llama-cpp-python -e '.[peer]'
+	flags=$$(g++ -mno-amx-tile -E -x c++ /dev/null > /dev/null 2>&1 && [ $$(g++ -dumpversion | cut -d. -f1) -le 12 ] && echo $(NO_AMX)); \
+	CFLAGS=$$flags CXXFLAGS=$$flags $(PIP) -c constraints.txt --no-cache-dir --no-binary llama-cpp-python -e '.[peer]'
 	@touch $(DEMO) $(STAMP) $@
 
 demo: $(DEMO)  ## watch a model generate text across two processes, and check it
@@ -137,7 +137,7 @@ docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from w
 site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
 
-bench: $(PEER)  ## measure what docs/benchmarks.md quotes again (an hour); ONLY=NAME: one of it
+bench: $(if $(filter-out peer,$(ONLY)),$(STAMP),$(PEER))  ## measure what docs/benchmarks.md quotes again (an hour); ONLY=NAME: one of it
 	@# The page is written even if something failed: what was recorded has changed.
 	@status=0; $(BIN)/python -m benchmarks.record $(addprefix --only ,$(ONLY)) || status=$$?; \
 	$(BIN)/python -m benchmarks.page docs/benchmarks.md; exit $$status
@@ -153,7 +153,7 @@ accelerator-wheels: $(BIN)/python  ## fill build/accelerator-wheels for benchmar
 	    --python-version $(TAG) $(addprefix --platform manylinux,2014_x86_64 _2_17_x86_64 _2_28_x86_64) \
 	    -d build/accelerator-wheels setuptools hypothesis pytest pytest-timeout transformers \
 	    $$($(BIN)/python -c 'import tomllib; print(*(one for one in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not one.startswith("torch")))')
-	@du -sh build/accelerator-wheels
+	@du -sh build/accelerator-wheels && test $$(du -sm build/accelerator-wheels | cut -f1) -lt 60
 
 leak: $(STAMP)  ## attack every policy and write docs/leakage.md (35 minutes)
 	@mkdir -p build

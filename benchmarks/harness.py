@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from tee_side.engine.engine import DEFAULT_STEP_TOKENS
 from tee_side.runner import Runner, RunnerSettings
+from tsqp.lab.bench.job import Plan
 from tsqp.lab.bench.prepare import write_random_model
 from tsqp.lab.bench.shapes import Shape
 from tsqp.lab.bench.worker import decode_step, prompt_step
@@ -114,6 +116,14 @@ def chosen(option: str, given: list[str], known: Iterable[str]) -> list[str]:
     return given or names
 
 
+def new_tokens(tokens: int, batch: int, steps: int) -> int:
+    """Return how many tokens sequences need so that all of them decode in `steps` steps.
+
+    Those whose prompts are computed first decode while the others still have theirs.
+    """
+    return Plan(decode_steps=steps).new_tokens(tokens, batch, DEFAULT_STEP_TOKENS)
+
+
 class Repeated:
     """A runner that repeats one step: a prompt, or a token of each of `batch` sequences.
 
@@ -131,7 +141,8 @@ class Repeated:
     ) -> None:
         """Prepare `steps` steps of decoding, or, if 0, prompts of `tokens`."""
         self.runner = runner = closing.enter_context(Runner(settings))
-        positions, needed = runner.config.context_length, tokens + steps + 2
+        more = new_tokens(tokens, batch, steps) if steps else 1
+        positions, needed = runner.config.context_length, tokens + more
         SettingsError.unless(
             needed <= positions,
             "a sequence",
@@ -140,7 +151,7 @@ class Repeated:
         )
         prompts = random_ids(runner.config.vocab_size, tokens, seed=0, sequences=batch).tolist()
         self.step = (
-            decode_step(closing, runner, prompts, steps + 2)
+            decode_step(closing, runner, prompts, more)
             if steps
             else prompt_step(runner, prompts[0])
         )

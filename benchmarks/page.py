@@ -18,7 +18,14 @@ from jinja2 import Environment, StrictUndefined
 
 from benchmarks.record import RECORDINGS, RESULTS
 from tsqp.lab.bench.results import Baseline, Case, PolicyRun, Report
-from tsqp.lab.bench.summary import case_name, dominant, find_case, sustained_ms, tokens_per_step
+from tsqp.lab.bench.summary import (
+    case_name,
+    case_stages,
+    dominant,
+    find_case,
+    sustained_ms,
+    tokens_per_step,
+)
 from tsqp.lab.report import figures, percent, size
 
 Documents = Mapping[str, Mapping[str, Any]]
@@ -190,8 +197,11 @@ def cpu_ms(case: Case | None) -> float | None:
 
 
 def attention_ms(case: Case) -> float:
-    """Return what attention takes in the TEE, of all layers, in the step that was observed."""
-    costs = (one for one in case.operators if one.operator == "attention")
+    """Return what attention takes in the TEE, with writing keys and values, of all layers.
+
+    In the step that was observed.
+    """
+    costs = (one for one in case.operators if one.operator in ("attention", "kv_cache"))
     return math.fsum(one.stages.tee_us for one in costs) / 1e3
 
 
@@ -227,7 +237,7 @@ def benchmarks_page(documents: Documents) -> str:
         extensions=["jinja2.ext.do"],
     )
     environment.globals.update({n: getattr(page, n) for n in dir(page) if not n.startswith("_")})
-    for helper in (attention_ms, case_name, divided, dominant, grouped, sustained_ms):
+    for helper in (attention_ms, case_name, case_stages, divided, dominant, grouped, sustained_ms):
         environment.globals[helper.__name__] = helper
     for one in (figures, percent, size, hundredths, milliseconds, step_ms, cpu_ms):
         environment.filters[one.__name__] = one

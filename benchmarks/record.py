@@ -62,7 +62,7 @@ def shortened(document: Any) -> dict[str, Any]:
     return {"left_out": LEFT_OUT, "report": short}
 
 
-def whole(document: Any) -> dict[str, Any]:
+def complete(document: Any) -> dict[str, Any]:
     """Shorten a report. Raises SettingsError if it is incomplete."""
     why = Report.model_validate(document).incomplete
     SettingsError.unless(not why, "tsqp bench", str(why), "a complete report")
@@ -88,7 +88,7 @@ def _bench(name: str, *options: str) -> ResultFile:
     return ResultFile(
         name,
         ("tsqp", "bench", "--shape", "llama-3.2-1b", *options),
-        whole,
+        complete,
     )
 
 

@@ -160,7 +160,7 @@ class KVCache:
         self.written = [0] * len(self.written)
 
     def reserve(self, layer: int, tokens: int, behind: int = 0) -> None:
-        """Count rows of one layer as written; whoever calls it writes them before anything else.
+        """Count rows of one layer as written: the caller writes them before anything else.
 
         `behind`: how many rows of the same step stand between `length` and these. IndexError if
         they have not been written yet, or if there is no room: both are mistakes of the caller.
@@ -190,7 +190,7 @@ class KVCache:
 
     def copy_from(self, other: KVCache, tokens: int) -> None:
         """Begin with the first tokens of another cache."""
-        for mine, theirs in zip(self.memory, other.memory, strict=True):
+        for mine, theirs in zip(self.memory, other.memory, strict=False):  # none: it has ended
             mine.narrow(2, 0, tokens).copy_(theirs.narrow(2, 0, tokens))
         self.length, self.parent = tokens, (other, tokens)
 
@@ -283,13 +283,13 @@ class Batch:
         return Batch(ids_T, tuple(chunks), tuple(output_rows), tuple(read_rows))
 
     @cached_property
-    def _sequences(self) -> array[int]:
-        found = array("q")
-        for one in self.chunks:
-            keys, values = one.cache.memory
+    def _sequences(self) -> tuple[array[int], list[tuple[torch.Tensor, ...]]]:
+        # With what keeps the memory: a sequence may end while a kernel reads it.
+        found, kept = array("q"), [one.cache.memory for one in self.chunks]
+        for one, (keys, values) in zip(self.chunks, kept, strict=True):
             found.extend((one.rows.start, one.tokens, keys.data_ptr(), values.data_ptr()))
             found.extend((keys.shape[2], one.start + one.tokens))
-        return found
+        return found, kept
 
     def layout(self, layer: int) -> tuple[int, ...]:
         """Return what kernels know of a layer's keys and values.
@@ -298,7 +298,7 @@ class Batch:
         chunk, how many these are, and which of the layers in the caches' memory it is.
         """
         cache = self.chunks[0].cache  # alike in all of them
-        address, _ = self._sequences.buffer_info()
+        address, _ = self._sequences[0].buffer_info()
         return cache.memory[0].shape[1], address, len(self.chunks), cache.places[layer]
 
     def attended(self, layer: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:

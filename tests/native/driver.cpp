@@ -190,7 +190,9 @@ class Trial {
         {1, rows - 1, keys.get(), values.get(), context, context},
     };
     const int64_t count = rows > 1 ? 2 : 1, layer = 1;
-    kernels_.append(type, q.get(), stride, q.get(), stride, kv_heads, dim, both, count, layer);
+    auto v = floats_of(type, rows * kv_heads * dim);
+    kernels_.append(type, q.get(), stride, v.get(), kv_heads * dim, kv_heads, dim, both, count,
+                    layer);
     kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, count, layer, window,
                        out.get(), pool_);
     if (type == Float::f32) return keep(out);

@@ -191,3 +191,25 @@ def test_the_page_is_fresh_and_shows_every_recording() -> None:
     )
     missing = re.findall(r"ONLY=([a-z_]+)`", benchmarks_page({}))
     assert set(missing) == {recording.name for recording in RECORDINGS}
+
+
+def test_the_page_says_what_an_accelerator_gave_and_what_it_did_not_get_to() -> None:
+    report = recorded_report().model_dump(mode="json") | {"incomplete": "interrupted"}
+    alone = [{"tokens": 128, "step_ms": {"median": 1.0}}]
+    found: dict[str, Any] = {
+        "machine": {},
+        "device": "X100",
+        "cuda": "13",
+        "kernels": "amx",
+        "layers": 0,
+        "tokens": {"shielded": "same", "dealt": "others"},
+        "tests": {},
+        "reports": {"1b token": report},
+        "unmasked": {"1b": alone},
+    }
+    page = benchmarks_page({"accelerator": found})
+    assert "X100" in page
+    assert "`shielded` same, `dealt` others. Tests of the kernels: not run." in page
+    assert "| 1b token (ended early) | shielded | decode at 128 | " in page
+    assert "**Not reached:** tokens under dealt, as on the CPU: others; 1b token, shielded" in page
+    assert "nothing was measured since" not in page

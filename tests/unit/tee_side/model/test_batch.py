@@ -135,6 +135,10 @@ def test_what_was_committed_stays_and_the_rest_is_written_over(config: ModelConf
     assert [other.up_to(layer, 10)[0][:, 1:].any() for layer in range(3)] == [True] * 3
     assert all(torch.equal(other.up_to(n, 2)[1], cache.up_to(n, 2)[1]) for n in range(3))
     assert not any(x_LKSC[:, :, 2:].any() for x_LKSC in other.memory)
+    # One that has ended meanwhile begins with nothing.
+    other.release()
+    other.copy_from(cache, 2)
+    assert (other.length, other.memory) == (2, ())
 
 
 def test_rows_behind_others_that_are_not_there_yet_are_refused(config: ModelConfig) -> None:

@@ -203,13 +203,15 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
             "rope": _near(rotated, turned, dtype),
         }
         assert all(map(torch.equal, (product, gain, cos, sin), kept))
-        keys, values = (x_TF.unflatten(1, (1, features)) for x_TF in (h, up))
-        # Of a sequence its first rows, and the last one as a guess.
-        memory = torch.zeros(2, 2, 1, 9, features, dtype=dtype)
-        ops.append(keys, values, _batch((slice(0, 4), 6, *memory), (slice(4, 5), 7, *memory)), 1)
-        written = torch.equal(memory[:, 1, 0, 2:7], torch.stack((h, up)))
-        memory[:, 1, :, 2:7] = 0
-        right["append"] = written and not memory.any()
+        # Keys and values of two heads: rows of a sequence, and one of another with less room.
+        keys, values = h.unflatten(1, (2, -1)), up.contiguous().unflatten(1, (2, -1))
+        some, last = (torch.zeros(2, 2, 2, S, features // 2, dtype=dtype) for S in (9, 5))
+        ops.append(keys, values, _batch((slice(0, 4), 6, *some), (slice(4, 5), 5, *last)), 1)
+        both = torch.stack((keys, values)).transpose(1, 2)
+        written = torch.equal(some[:, 1, :, 2:6], both[:, :, :4])
+        written &= torch.equal(last[:, 1, :, 4:], both[:, :, 4:])
+        some[:, 1, :, 2:6], last[:, 1, :, 4:] = 0, 0
+        right["append"] = written and not some.any() and not last.any()
         stream = h.contiguous()
         total = stream + up
         right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
