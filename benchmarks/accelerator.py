@@ -79,7 +79,7 @@ class _Accelerator:
 
     def __init__(self, options: Options, place: Place) -> None:
         self._options, self._place = options, place
-        self._ends = time.monotonic() + 60 * options.minutes
+        self._ends = time.monotonic() + 60 * float(options.minutes)
 
     @property
     def left_s(self) -> float:

@@ -135,7 +135,7 @@ class LlamaCpp:
         """What it was built for."""
         return str(self._library.llama_print_system_info().decode())
 
-    def prompt_step(self, closing: ExitStack, prompt: Sequence[int]) -> Callable[[], None]:
+    def prompt_step(self, closing: ExitStack, prompt: Sequence[int]) -> Callable[[], object]:
         """Return what computes a prompt and its last token's logits."""
         context = self._context(closing, len(prompt), 1)
         batch = self._batch(closing, [(token, n, 0) for n, token in enumerate(prompt)], last=True)
@@ -149,7 +149,7 @@ class LlamaCpp:
 
     def decode_step(
         self, closing: ExitStack, prompts: Sequence[Sequence[int]]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """Return what decodes a token of each sequence behind its prompt, always the same ones."""
         length = len(prompts[0])
         context = self._context(closing, length + 1, len(prompts))
@@ -202,7 +202,7 @@ def _timed_ms(step: Callable[[], object]) -> float:
 
 def _ours(
     closing: ExitStack, runner: Runner, prompts: list[list[int]], steps: int
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Return what decodes a token of each sequence. SettingsError: one of them has ended."""
     step = decode_step(closing, runner, prompts, new_tokens(CONTEXT, len(prompts), steps))
 
