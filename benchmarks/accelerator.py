@@ -191,7 +191,7 @@ def measure(options: Options, place: Place) -> Found:
             write_results(found, behind)
             behind.replace(options.json)
 
-    if not found["tokens"]:
+    if not found["tokens"] or "not compared" in found["tokens"].values():
         part("tokens", device.compare_tokens, found, "tokens")
     if not found["tests"]:
         part("tests", device.run_tests, found, "tests")
