@@ -319,8 +319,9 @@ class _Trial:
         yield out, 0.0
         weight = self._integers(128, outs, features, dtype=torch.int8)
         scale = torch.rand(outs, generator=self._generator)
-        linear = (number, x, *size[:2], weight, features, scale, bias, outs)
-        yield self._written("linear8", *linear, to=y)
+        for largest, digits in ((127.0, 1), (32_639.0, 2), (2.0**30, 4)):
+            asked = (number, x, *size[:2], largest, digits, weight, features, scale, bias, outs)
+            yield self._written("linear", *asked, to=y)
         for dim in (24, 64):  # of which tiles take the second alone
             yield from self._attention(number, dtype, dim)
 
@@ -329,18 +330,21 @@ class _Trial:
         rows, features = size = tuple(x.shape)
         r, u = self._integers(_RING, *size), self._integers(_RING, *size)
         low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
-        q, sent = torch.empty_like(r), torch.empty_like(r)
-        scales = torch.empty(rows)
-        finite = self._call("encode", number, x, *size, 32_639.0, scales, r, 0, 0, q, sent)
-        yield from ((found, 0.0) for found in (torch.tensor([finite]), scales, q, sent))
+        q, sent, drawn = (torch.empty_like(r) for _ in range(3))
+        scales, expected = torch.empty(rows), torch.empty(rows, 2, dtype=torch.int64)
+        for pad, of, to in ((0, (0, 0, 0), q), (r, (low, high, expected), sent)):
+            asked = (number, x, *size, 32_639.0, scales, pad, 0, 0, *of, to)
+            yield torch.tensor([self._call("encode", *asked)]), 0.0
+            yield from ((found.clone(), 0.0) for found in (scales, to))
+        yield expected.clone(), 0.0
         # Drawn where it is added, by a variant that draws.
-        streams, drawn = torch.arange(rows * STREAM.itemsize).to(torch.uint8), torch.empty_like(r)
-        added = q.clone()
+        streams, added = torch.arange(rows * STREAM.itemsize).to(torch.uint8), q.clone()
         if self._call("draw", streams, rows, 1, features, drawn.zero_()):
-            self._call("encode", number, x, *size, 32_639.0, scales, 0, streams, 1, q, added)
+            asked = (number, x, *size, 32_639.0, scales, 0, streams, 1, 0, 0, 0, added)
+            self._call("encode", *asked)
         yield added - drawn, 0.0
-        expected = torch.empty(rows, 2, dtype=torch.int64)
-        yield self._written("expect", q, *size, low, high, to=expected)
+        for upper in (high, 0):
+            yield self._written("expect", q, *size, low, upper, to=expected)
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)
         right = (q.long() @ vectors.long().t()).contiguous()
         for y, pad in ((sent, u), (q, 0), (sent, r)):

@@ -69,13 +69,13 @@ INLINE void multiply_tiles(const Digits& x, int64_t upper, int64_t lower, const 
     if (digit < x.digits - 1) load_sums<Tiles>(sums[0], lower_sums, sizeof sums[0]);
     const int8_t *a = x.row(digit, upper), *b = x.row(digit, lower);
     for (int64_t k = 0; k < x.deep; k += STEP) {
-      _tile_loadd(4, a + k, x.deep);
+      _tile_loadd(4, a + k, x.stride);
       _tile_loadd(6, panels + k * PANEL, STEP);
       _tile_loadd(7, panels + (x.deep + k) * PANEL, STEP);
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);
       if (Tiles == 1) continue;
-      _tile_loadd(5, b + k, x.deep);
+      _tile_loadd(5, b + k, x.stride);
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }

@@ -40,24 +40,23 @@ struct Kernels {
   bool (*draw)(const Stream* streams, int64_t rows, int64_t parts, int64_t features, int32_t* out,
                Pool* pool);
 
-  // q = round(x / scale), and sent = q + r, where r is given or drawn: `streams` [rows, parts].
-  // x [rows, in]; q, r, sent [rows, in]. `scales` [rows] gets each row's scale, its largest element
-  // / `largest`, or the smallest normal number. Returns whether x is finite; false, and nothing
-  // else, where this variant does not draw.
+  // sent = q + r, with q = round(x / scale) and r given or drawn (`streams` [rows, parts]), or none.
+  // x [rows, in]; r, sent [rows, in]. `scales` [rows] gets each row's scale, its largest element /
+  // `largest`, or the smallest normal number. With `low`, `expected` gets what `expect` makes of q.
+  // Returns whether x is finite; false, and nothing else, where this variant does not draw.
   bool (*encode)(Float type, const void* x, int64_t rows, int64_t in, float largest, float* scales,
-                 const int32_t* r, const Stream* streams, int64_t parts, int32_t* q, int32_t* sent,
-                 Pool* pool);
+                 const int32_t* r, const Stream* streams, int64_t parts, const int32_t* low,
+                 const int32_t* high, uint64_t* expected, int32_t* sent, Pool* pool);
 
   // expected[row][c] = sum_k q[row][k] * products[c][k] mod 2^64. `low`, `high` [CHECKS, in] are
-  // the signed halves of the products: low + 2^32 high.
+  // the signed halves of the products: low + 2^32 high; `high` may be absent.
   void (*expect)(const int32_t* q, int64_t rows, int64_t in, const int32_t* low,
                  const int32_t* high, uint64_t* expected, Pool* pool);
 
   // out = (y - u) * scales * factor + bias. y, u [rows, outs] int32; scales, float32 [rows], and
   // factor, float32 [outs]; u and bias may be absent; bias and out in `type`, rounded to it before
   // and after the bias. With `vectors` [CHECKS, outs], returns whether sum_j (y - u)[row][j] *
-  // vectors[c][j] is as expected in every row; without, true. Without `out`, only checks, and
-  // needs neither scales nor factor. Each element of y is read once.
+  // vectors[c][j] is as expected in every row; without, true. Each element of y and u is read once.
   bool (*decode)(Float type, const int32_t* y, const int32_t* u, int64_t rows, int64_t outs,
                  const float* scales, const float* factor, const void* bias, void* out,
                  const int32_t* vectors, const uint64_t* expected, Pool* pool);
@@ -68,12 +67,12 @@ struct Kernels {
   void (*product)(const int32_t* q, int64_t rows, int64_t in, int digits, const int8_t* weight,
                   int64_t stride, int64_t outs, int32_t* y, Pool* pool);
 
-  // out = x weight^T + bias, with each row of x as int8 under a scale of its own (largest / 127)
-  // and each output of the weight under its `scale`. x [rows, in], out [rows, outs]; bias may be
-  // absent.
-  void (*linear8)(Float type, const void* x, int64_t rows, int64_t in, const int8_t* weight,
-                  int64_t stride, const float* scale, const void* bias, int64_t outs, void* out,
-                  Pool* pool);
+  // out = x weight^T + bias, with each row of x as `encode` rounds it, in so many digits (1 to 4) as
+  // hold `largest`, and each output of the weight under its `factor`. x [rows, in], out [rows, outs];
+  // bias may be absent. Returns whether x is finite.
+  bool (*linear)(Float type, const void* x, int64_t rows, int64_t in, float largest, int digits,
+                 const int8_t* weight, int64_t stride, const float* factor, const void* bias,
+                 int64_t outs, void* out, Pool* pool);
 
   // ---- floats -----------------------------------------------------------------------------------
 

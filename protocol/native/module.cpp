@@ -131,7 +131,7 @@ PyMethodDef methods[] = {
     KERNEL(expect),
     KERNEL(decode),
     KERNEL(product),
-    KERNEL(linear8),
+    KERNEL(linear),
     KERNEL(rms_norm),
     KERNEL(silu_mul),
     KERNEL(residual),

@@ -156,21 +156,22 @@ INLINE i32x16 total(const Sum& sum) { return load<i32x16>(sum.lanes); }
 // ---- digits ------------------------------------------------------------------------------------------
 
 // Rows of digits: int8 [digits][rows][deep], the lowest first, zeros behind `in`; and what is to be
-// taken away from every output of a row.
+// taken away from every output of a row. Rows are an odd number of cache lines apart: a power of two
+// has all of them in a few sets of a cache.
 struct Digits {
   int8_t* bytes;
   int32_t* excess;
-  int64_t rows, deep;
+  int64_t rows, deep, stride;
   int digits;
 
   static int64_t size(int64_t rows, int64_t in, int digits) {
-    return rows * digits * padded(in, STEP) + rows * (int64_t)sizeof(int32_t);
+    return rows * digits * (padded(in, STEP) | STEP) + rows * (int64_t)sizeof(int32_t);
   }
   Digits(char* memory, int64_t rows, int64_t in, int digits)
-      : bytes((int8_t*)memory), rows(rows), deep(padded(in, STEP)), digits(digits) {
-    excess = (int32_t*)(memory + rows * digits * deep);
+      : bytes((int8_t*)memory), rows(rows), deep(padded(in, STEP)), stride(deep | STEP), digits(digits) {
+    excess = (int32_t*)(memory + rows * digits * stride);
   }
-  int8_t* row(int digit, int64_t row) const { return bytes + (digit * rows + row) * deep; }
+  int8_t* row(int digit, int64_t row) const { return bytes + (digit * rows + row) * stride; }
 };
 
 INLINE void split_row(const int32_t* q, int64_t in, const Digits& to, int64_t row) {
@@ -196,20 +197,20 @@ INLINE void split_row(const int32_t* q, int64_t in, const Digits& to, int64_t ro
 // Sums of `Lines` rows of digits by one output. Outputs come one after the other, as they lie in
 // memory: several streams at once are read at half the speed of one.
 template <int Lines>
-INLINE void multiply_lines(const int8_t* x, int64_t deep, const int8_t* weight, int64_t in,
+INLINE void multiply_lines(const int8_t* x, int64_t stride, const int8_t* weight, int64_t in,
                            int32_t* sums) {
   Dot dots[Lines];
   for (int i = 0; i < Lines; i++) dots[i] = no_dot();
   int64_t k = 0;
   for (; k + STEP <= in; k += STEP) {
     Weights w = weights(weight + k);
-    for (int i = 0; i < Lines; i++) add(dots[i], x + i * deep + k, w);
+    for (int i = 0; i < Lines; i++) add(dots[i], x + i * stride + k, w);
   }
   if (k < in) {
     int8_t rest[STEP] = {};
     memcpy(rest, weight + k, in - k);
     Weights w = weights(rest);
-    for (int i = 0; i < Lines; i++) add(dots[i], x + i * deep + k, w);
+    for (int i = 0; i < Lines; i++) add(dots[i], x + i * stride + k, w);
   }
   for (int i = 0; i < Lines; i++) sums[i] = total(dots[i]);
 }
@@ -221,7 +222,7 @@ INLINE void multiply_few(const Digits& x, const int8_t* weight, int64_t stride, 
   for (int64_t j = 0; j < count; j++)
     for (int64_t line = 0; line < x.rows * x.digits; line += Lines) {
       int32_t sums[Lines];
-      multiply_lines<Lines>(x.bytes + line * x.deep, x.deep, weight + (first + j) * stride, in,
+      multiply_lines<Lines>(x.bytes + line * x.stride, x.stride, weight + (first + j) * stride, in,
                             sums);
       for (int i = 0; i < Lines; i++) {
         const int64_t digit = (line + i) / x.rows, row = (line + i) % x.rows;
@@ -281,7 +282,7 @@ INLINE void multiply_block(const Digits& x, int64_t row, const int8_t* panel, in
     for (int64_t k = 0; k < x.deep; k += QUAD)
       for (int p = 0; p < Panels; p++) {
         Weights w = packed(panel + (p * x.deep + k) * PANEL);
-        for (int i = 0; i < Rows; i++) add(some[i][p], quads(from + i * x.deep + k), w);
+        for (int i = 0; i < Rows; i++) add(some[i][p], quads(from + i * x.stride + k), w);
       }
     for (int i = 0; i < Rows; i++)
       for (int p = 0; p < Panels; p++) sums[i][p] = (sums[i][p] << 8) + total(some[i][p]);
@@ -362,66 +363,6 @@ static void product(const int32_t* q, int64_t rows, int64_t in, int digits, cons
            [=](int64_t row, int64_t first, int64_t count, const int32_t* sums) {
              memcpy(y + row * outs + first, sums, count * sizeof(int32_t));
            });
-}
-
-// Return the scale under which a row fits integers up to `limit`: its largest element / limit.
-template <class T>
-INLINE float own_scale(const T* x, int64_t in, float limit) {
-  // Of floats that are not negative the largest has the largest bits; NaN is larger still.
-  i32x16 most = broadcast<int32_t>(0);
-  each_vector(in, [&](int64_t k, int64_t count) {
-    i32x16 bits = bits_of<i32x16>(absolute(load_floats(x + k, count)));
-    most = choose(bits > most, bits, most);
-  });
-  int32_t bits = 0;
-  for (int i = 0; i < LANES; i++) bits = most[i] > bits ? most[i] : bits;
-  const float smallest = 1.17549435e-38f;  // the smallest normal number: a row of zeros stays one
-  float scale = bits_of<float>(bits) / limit;
-  return scale < smallest ? smallest : scale;
-}
-
-// Round a row to int8 under a scale of its own; return the scale.
-template <class T>
-INLINE float quantise_row(const T* x, int64_t in, const Digits& to, int64_t row) {
-  const float scale = own_scale(x, in, 127.f);
-  int8_t* bytes = to.row(0, row);
-  int32_t sum = 0;
-  each_vector(in, [&](int64_t k, int64_t count) {
-    int32_t q[LANES];
-    store(q, round_to_integers(load_floats(x + k, count) / scale));
-    for (int64_t i = 0; i < count; i++) {
-      bytes[k + i] = (int8_t)q[i];
-      sum += bytes[k + i];
-    }
-  });
-  memset(bytes + in, 0, to.deep - in);
-  to.excess[row] = sum * EXCESS;
-  return scale;
-}
-
-static void linear8(Float type, const void* x, int64_t rows, int64_t in, const int8_t* weight,
-                    int64_t stride, const float* scale, const void* bias, int64_t outs, void* out,
-                    Pool* pool) {
-  const int64_t size = padded(Digits::size(rows, in, 1), 64);
-  char* memory = pool_memory(pool, size + rows * (int64_t)sizeof(float));
-  Digits digits(memory, rows, in, 1);
-  float* row_scale = (float*)(memory + size);
-  with_type(type, [&](auto* t) {
-    using T = std::remove_pointer_t<decltype(t)>;
-    share(pool, rows, rows * in, 0, [&](int64_t row, char*) {
-      row_scale[row] = quantise_row((const T*)x + row * in, in, digits, row);
-    });
-    auto finish = [=](int64_t row, int64_t first, int64_t count, const int32_t* sums) {
-      T* to = (T*)out + row * outs + first;
-      each_vector(count, [&](int64_t j, int64_t here) {
-        f32x16 y = to_floats(load_integers(sums + j, here)) * row_scale[row];
-        y = y * load_floats(scale + first + j, here);
-        if (bias) y = rounded_to(to, y) + load_floats((const T*)bias + first + j, here);
-        store_floats(to + j, y, here);
-      });
-    };
-    multiply(digits, weight, stride, in, outs, pool, finish);
-  });
 }
 
 }  // namespace VARIANT

@@ -11,7 +11,7 @@ namespace VARIANT {
 
 extern const Kernels table;
 const Kernels table = {
-    VARIANT_NAME, draw, encode, expect, decode, product, linear8,
+    VARIANT_NAME, draw, encode, expect, decode, product, linear,
     rms_norm,     silu_mul, residual, rope, append, attention,
 };
 

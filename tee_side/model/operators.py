@@ -179,8 +179,11 @@ def integer_product(
 
     In as many digits as the site's bound needs: the time is the same for every input.
     """
-    if site.compiled and site.digits == 1:  # in one pass over a quarter of the bytes
-        return kernels.linear8(x_TI, weights.weight, weights.scale, site.bias_O)
+    if site.compiled:  # without integers in memory between
+        of_site = weights.weight, weights.scale, site.bias_O
+        y_TO, is_finite = kernels.linear(x_TI, site.largest, site.digits, *of_site)
+        # What one digit makes of a row that is not finite is not finite, as among floats.
+        return y_TO if is_finite or site.digits == 1 else site.refuse()
     elements_TI, scale_T1 = site.encode(x_TI)
     return site.decode(ring_product(elements_TI, weights.weight, site.digits), scale_T1)
 

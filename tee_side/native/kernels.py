@@ -28,15 +28,8 @@ def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     rows = h if h.dim() == 2 and h.stride(1) == 1 else h.reshape(-1, features)
     out = torch.empty(h.shape, dtype=h.dtype)
     library.rms_norm(
-        FLOATS[h.dtype],
-        rows.data_ptr(),
-        rows.stride(0),
-        rows.shape[0],
-        features,
-        weight.data_ptr(),
-        eps,
-        out.data_ptr(),
-        native.own.pool,
+        *(FLOATS[h.dtype], rows.data_ptr(), rows.stride(0), rows.shape[0], features),
+        *(weight.data_ptr(), eps, out.data_ptr(), native.own.pool),
     )
     return out
 
@@ -48,14 +41,8 @@ def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = gate_TF.contiguous(), up_TF.contiguous()
     out_TF = torch.empty(rows, features, dtype=gate_TF.dtype)
     library.silu_mul(
-        FLOATS[gate_TF.dtype],
-        gate_TF.data_ptr(),
-        up_TF.data_ptr(),
-        gate_TF.stride(0),
-        rows,
-        features,
-        out_TF.data_ptr(),
-        native.own.pool,
+        *(FLOATS[gate_TF.dtype], gate_TF.data_ptr(), up_TF.data_ptr(), gate_TF.stride(0)),
+        *(rows, features, out_TF.data_ptr(), native.own.pool),
     )
     return out_TF
 
@@ -72,16 +59,8 @@ def apply_rope(x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
     rows, heads, dim = x_TXC.shape
     out_TXC = torch.empty(rows, heads, dim, dtype=x_TXC.dtype)
     library.rope(
-        FLOATS[x_TXC.dtype],
-        x_TXC.data_ptr(),
-        x_TXC.stride(0),
-        rows,
-        heads,
-        dim,
-        cos_T1C.data_ptr(),
-        sin_T1c.data_ptr(),
-        out_TXC.data_ptr(),
-        native.own.pool,
+        *(FLOATS[x_TXC.dtype], x_TXC.data_ptr(), x_TXC.stride(0), rows, heads, dim),
+        *(cos_T1C.data_ptr(), sin_T1c.data_ptr(), out_TXC.data_ptr(), native.own.pool),
     )
     return out_TXC
 
@@ -112,63 +91,45 @@ def encode(
     largest: float,
     pad: Tensor | Streams | None,
     products: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, bool, Tensor, Tensor | None]:
-    """Return q = round(x / scale), q + r modulo 2^32, whether x is finite, scales, and sums.
+) -> tuple[Tensor, bool, Tensor, Tensor | None]:
+    """Return q + r modulo 2^32 for q = round(x / scale), whether x is finite, scales, and sums.
 
     `x_TI`: float32 or bfloat16 [T, I]. `largest`: what a row's largest element becomes under its
-    scale, float32 [T]. `pad`: r, int32 [T, I], or what it is drawn from; None for no pad, when the
-    second is the first. `products`: what q is multiplied by for the sums, as `expect` does: low and
-    high words of a check's products with a weight, int32 [k, I] each; None for neither.
+    scale, float32 [T]. `pad`: r, int32 [T, I], or what it is drawn from; None for q alone.
+    `products`: what q is multiplied by for the sums, as `expect` does: low and high words of a
+    check's products with a weight, int32 [k, I] each; None for neither.
     """
     x_TI = x_TI.contiguous()
     scale_T = torch.empty(x_TI.shape[0], dtype=torch.float32)
-    q_TI = torch.empty(x_TI.shape, dtype=torch.int32)
-    sent_TI = q_TI if pad is None else torch.empty(x_TI.shape, dtype=torch.int32)
+    sent_TI = torch.empty(x_TI.shape, dtype=torch.int32)
+    expected_Tk, sums = None, (0, 0, 0)
+    if products is not None:
+        low_kI, high_kI = products
+        expected_Tk = torch.empty(x_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
+        sums = low_kI.data_ptr(), high_kI.data_ptr(), expected_Tk.data_ptr()
     is_finite: bool = library.encode(
-        FLOATS[x_TI.dtype],
-        x_TI.data_ptr(),
-        *x_TI.shape,
-        largest,
-        scale_T.data_ptr(),
+        *(FLOATS[x_TI.dtype], x_TI.data_ptr(), *x_TI.shape, largest, scale_T.data_ptr()),
         pad.data_ptr() if isinstance(pad, Tensor) else 0,
         *((pad.of.data_ptr(), pad.parts) if isinstance(pad, Streams) else (0, 0)),
-        q_TI.data_ptr(),
-        sent_TI.data_ptr(),
-        native.own.pool,
+        *(*sums, sent_TI.data_ptr(), native.own.pool),
     )
     if not is_finite and isinstance(pad, Streams):  # or without instructions for AES
         return encode(x_TI, largest, pad.elements(), products)
-    if products is None:
-        return q_TI, sent_TI, is_finite, scale_T, None
-    # As `expect`, without a call more for each operator.
-    low_kI, high_kI = products
-    expected_Tk = torch.empty(x_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
-    library.expect(
-        *(q_TI.data_ptr(), *x_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
-        *(expected_Tk.data_ptr(), native.own.pool),
-    )
-    return q_TI, sent_TI, is_finite, scale_T, expected_Tk
+    return sent_TI, is_finite, scale_T, expected_Tk
 
 
-def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor) -> Tensor:
-    """Return q times the products, low + 2^32 high, modulo 2^64: int64 [T, k]."""
+def expect(q_TI: Tensor, low_kI: Tensor, high_kI: Tensor | None = None) -> Tensor:
+    """Return q times some vectors, low + 2^32 high, modulo 2^64: int64 [T, k].
+
+    `low_kI`, `high_kI`: int32; None for a high half of zeros.
+    """
     q_TI = q_TI.contiguous()
     expected_Tk = torch.empty(q_TI.shape[0], low_kI.shape[0], dtype=torch.int64)
     library.expect(
-        *(q_TI.data_ptr(), *q_TI.shape, low_kI.data_ptr(), high_kI.data_ptr()),
-        *(expected_Tk.data_ptr(), native.own.pool),
+        *(q_TI.data_ptr(), *q_TI.shape, low_kI.data_ptr()),
+        *(0 if high_kI is None else high_kI.data_ptr(), expected_Tk.data_ptr(), native.own.pool),
     )
     return expected_Tk
-
-
-def same(y_TO: Tensor, vectors_kO: Tensor, expected_Tk: Tensor) -> bool:
-    """Say whether y times the vectors is as expected modulo 2^64, in every row."""
-    y_TO = y_TO.contiguous()
-    holds: bool = library.decode(
-        *(0, y_TO.data_ptr(), 0, *y_TO.shape, 0, 0, 0, 0),
-        *(vectors_kO.data_ptr(), expected_Tk.data_ptr(), native.own.pool),
-    )
-    return holds
 
 
 def decode(
@@ -184,44 +145,40 @@ def decode(
     """Return (y - u) * scale * factor + bias in a dtype, [T, O]; None where the check says no.
 
     `y_TO`, `u_TO`: int32; None for no pad. `scale_T`, `factor_O`: float32. `vectors_kO`,
-    `expected_Tk`: see `same`; None to check nothing. Each number of y is read once.
+    `expected_Tk`: what (y - u) times them has to be modulo 2^64; None to check nothing. Each number
+    of y and u is read once.
     """
     y_TO = y_TO.contiguous()
     out_TO = torch.empty(y_TO.shape, dtype=dtype)
     holds = library.decode(
-        FLOATS[dtype],
-        y_TO.data_ptr(),
-        0 if u_TO is None else u_TO.data_ptr(),
-        *y_TO.shape,
-        scale_T.data_ptr(),
-        factor_O.data_ptr(),
-        0 if bias_O is None else bias_O.data_ptr(),
-        out_TO.data_ptr(),
-        0 if vectors_kO is None else vectors_kO.data_ptr(),
-        0 if expected_Tk is None else expected_Tk.data_ptr(),
-        native.own.pool,
+        *(FLOATS[dtype], y_TO.data_ptr(), 0 if u_TO is None else u_TO.data_ptr(), *y_TO.shape),
+        *(scale_T.data_ptr(), factor_O.data_ptr(), 0 if bias_O is None else bias_O.data_ptr()),
+        *(out_TO.data_ptr(), 0 if vectors_kO is None else vectors_kO.data_ptr()),
+        *(0 if expected_Tk is None else expected_Tk.data_ptr(), native.own.pool),
     )
     return out_TO if holds else None
 
 
-def linear8(x_TI: Tensor, weight_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return x W + bias with x in int8 under a scale for each row, in the dtype of x: [T, O].
+def linear(
+    x_TI: Tensor,
+    largest: float,
+    digits: int,
+    weight_OI: Tensor,
+    factor_O: Tensor,
+    bias_O: Tensor | None,
+) -> tuple[Tensor, bool]:
+    """Return x W + bias in the dtype of x, [T, O], and whether x is finite.
 
-    `weight_OI`: int8, rows of one piece each; `scale_O`: float32, what one step of an output's
-    weights stands for.
+    Each row of x is rounded as `encode` does, in so many digits as hold `largest`. `weight_OI`:
+    int8, rows of one piece each; `factor_O`: float32, what one step of an output's weights stands
+    for.
     """
     x_TI = x_TI.contiguous()
     out_TO = torch.empty(x_TI.shape[0], weight_OI.shape[0], dtype=x_TI.dtype)
-    library.linear8(
-        FLOATS[x_TI.dtype],
-        x_TI.data_ptr(),
-        *x_TI.shape,
-        weight_OI.data_ptr(),
-        weight_OI.stride(0),
-        scale_O.data_ptr(),
+    is_finite: bool = library.linear(
+        *(FLOATS[x_TI.dtype], x_TI.data_ptr(), *x_TI.shape, largest, digits),
+        *(weight_OI.data_ptr(), weight_OI.stride(0), factor_O.data_ptr()),
         0 if bias_O is None else bias_O.data_ptr(),
-        weight_OI.shape[0],
-        out_TO.data_ptr(),
-        native.own.pool,
+        *(weight_OI.shape[0], out_TO.data_ptr(), native.own.pool),
     )
-    return out_TO
+    return out_TO, is_finite

@@ -97,14 +97,12 @@ class MaskRules:
 class Padded(NamedTuple):
     """One input under its pad. `sent`: what crosses, to the service and to each dealer.
 
-    `encoded`: the plain integers; `u_TO`: r W, to take away, None where dealers reply with it;
-    `scale_T`: of the rows; `expected_Tk`: what the check of the product must give, None without a
-    check.
+    `u_TO`: r W, to take away, None where dealers reply with it; `scale_T`: of the rows;
+    `expected_Tk`: what the check of the product must give, None without a check.
     """
 
     of: PaddedSite
     sent: tuple[torch.Tensor | Seed, ...]
-    encoded: torch.Tensor
     u_TO: torch.Tensor | None
     scale_T: torch.Tensor
     expected_Tk: torch.Tensor | None
@@ -148,9 +146,9 @@ class PaddedSite:
         pad, u_TO, seeds = self.pads.words(self.number, x_TI.shape[0])
         site, check = self.site, self.check
         products = None if check is None else (check.low_kI, check.high_kI)
-        q_TI, sent_TI, is_finite, scale_T, expected = compiled.encode(
+        sent_TI, is_finite, scale_T, expected_Tk = compiled.encode(
             x_TI, site.largest, pad, products
         )
         if not is_finite:
             site.refuse()
-        return Padded(self, (sent_TI, *seeds), q_TI, u_TO, scale_T, expected)
+        return Padded(self, (sent_TI, *seeds), u_TO, scale_T, expected_Tk)

@@ -86,7 +86,7 @@ class IntegerSite:
         nothing; the scales never.
         """
         if compiled_for(x_TI.dtype):
-            q_TI, _, is_finite, scale_T, _ = compiled.encode(x_TI, self.largest, None)
+            q_TI, is_finite, scale_T, _ = compiled.encode(x_TI, self.largest, None)
             scale_T1 = scale_T[:, None]
         else:
             q_TI, scale_T1 = self.quantise(x_TI)

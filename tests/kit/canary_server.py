@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -597,8 +596,7 @@ def stand_in(session: Served) -> None:
         session.canaries.add_activation(x_TI[-1])
         padded: Any = plan.padded
         if padded is not None:
-            hide = around(padded.hide, after=lambda masked, _: note(masked.encoded))
-            padded = SimpleNamespace(hide=hide)
+            note(padded.site.encode(x_TI)[0])
         encode = around(plan.encode, after=lambda found, _: note(found[0]))
         return call(replace(plan, encode=encode, padded=padded), x_TI)
 

@@ -117,10 +117,10 @@ class Trial {
       auto x = floats_of(type, rows * in);
       Buffer<float> scales(rows);
       auto r = integers_of<int32_t>(rows * in);
-      Buffer<int32_t> rounded(rows * in), sent(rows * in);
-      kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, rounded.get(),
-                      sent.get(), pool_);
-      keep(scales), keep(rounded), keep(sent);
+      Buffer<int32_t> sent(rows * in);
+      kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, low.get(),
+                      high.get(), expected.get(), sent.get(), pool_);
+      keep(scales), keep(expected), keep(sent);
       drawn(type, rows, in, x);
       for (const int32_t* pad : pads) {
         bool holds = kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(),
@@ -131,18 +131,21 @@ class Trial {
                         out.get(), nullptr, nullptr, pool_);
         keep(out);
       }
-      kernels_.linear8(type, x.get(), rows, in, weight.get(), stride, factor.get(), bias.get(), outs,
-                       out.get(), pool_);
-      keep(out);
+      for (int digits = 1; digits <= 2; digits++) {
+        const float largest = digits == 1 ? 127.f : 32639.f;
+        kernels_.linear(type, x.get(), rows, in, largest, digits, weight.get(), stride, factor.get(),
+                        bias.get(), outs, out.get(), pool_);
+        keep(out);
+      }
       // Without a pad, and then what is not finite.
       for (bool spoilt : {false, true}) {
         const float endless = INFINITY;
         const size_t size = type == Float::f32 ? 4 : 2;
         if (spoilt) memcpy(x.get(), reinterpret_cast<const char*>(&endless) + 4 - size, size);
-        bool finite = kernels_.encode(type, x.get(), rows, in, 32639.f, scales.get(), nullptr,
-                                      nullptr, 0, rounded.get(), rounded.get(), pool_);
+        bool finite = kernels_.encode(type, x.get(), rows, in, 32639.f, scales.get(), nullptr, nullptr,
+                                      0, nullptr, nullptr, nullptr, sent.get(), pool_);
         trace_.exact += finite ? '1' : '0';
-        keep(scales), keep(rounded);
+        keep(scales), keep(sent);
       }
     }
   }
@@ -152,13 +155,13 @@ class Trial {
     const int64_t parts = 2;
     auto words = integers_of<uint64_t>(rows * parts * (sizeof(Stream) / sizeof(uint64_t)));
     auto* streams = reinterpret_cast<const Stream*>(words.get());
-    Buffer<int32_t> r(rows * in), q(rows * in), before(rows * in), after(rows * in);
+    Buffer<int32_t> r(rows * in), before(rows * in), after(rows * in);
     if (!kernels_.draw(streams, rows, parts, in, r.get(), pool_)) return;
     Buffer<float> scales(rows);
-    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, q.get(),
-                    before.get(), pool_);
-    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), nullptr, streams, parts, q.get(),
-                    after.get(), pool_);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, nullptr,
+                    nullptr, nullptr, before.get(), pool_);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), nullptr, streams, parts, nullptr,
+                    nullptr, nullptr, after.get(), pool_);
     if (memcmp(before.get(), after.get(), before.bytes())) abort();
   }
 

@@ -93,6 +93,7 @@ def test_weights_that_int8_cannot_hold_are_poor(changed: Changed) -> None:
     assert (printed.exit_code, "poor (" in printed.stdout) == (1, True)
 
 
+@pytest.mark.usefixtures("torch_kernels")
 @each_row("position", [0, 40])
 def test_an_outlier_in_the_activations_costs_nothing(
     changed: Changed, monkeypatch: pytest.MonkeyPatch, position: int
