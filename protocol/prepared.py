@@ -46,7 +46,8 @@ class MessageShape:
     """A message of which all but a few numbers and a tensor is known before, for compiled code.
 
     `protocol/native/message.h` says how it is laid out in memory. `address`: of that, 0 where there
-    is no compiled code for it. `total_bytes`: of the message, as it lies in a stream or a slot.
+    is no compiled code for it. `total_bytes`: of the message, as it lies in a stream or a slot, at
+    whose end the tensor is.
     """
 
     def __init__(self, numbers: HeaderLayout, template: bytes, payload_bytes: int) -> None:
@@ -55,7 +56,7 @@ class MessageShape:
         head = gaps[0] + header + gaps[1]
         places = [first.start + place for place in numbers.places]
         content = _SHAPE.pack(len(head), payload_bytes, *places, *([0] * (3 - len(places)))) + head
-        self._kept = numpy.frombuffer(content, numpy.uint8)
+        self._kept, self.payload_bytes = numpy.frombuffer(content, numpy.uint8), payload_bytes
         fits = native.library is not None and len(head) <= _MAX_HEAD_BYTES
         self.address: int = self._kept.ctypes.data if fits else 0
 
@@ -68,7 +69,8 @@ class Exchange:
     transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
     the request was handed over, on the clock of `time.perf_counter_ns`; its encoding had begun
     `encode_ns` before. `endpoint`: of the service that answered. `output`: in place of `response`,
-    where the reply to a prepared request is exactly the expected one: its tensor.
+    where the reply to a prepared request is exactly the expected one: its tensor, which the service
+    may still change where the request says that it is read once.
     """
 
     response: Response | None = None
@@ -120,8 +122,11 @@ class PreparedRequest:
     `request_bytes`: size of all frames. Of the reply: `reply_shape`, `reply_dtype`,
     `reply_payload_bytes`, `reply_bytes`, and `reply_template` (the header behind the id and
     timing). `sent_as`, `answered_as`: both messages for compiled code, which sends no several
-    tensors.
+    tensors. `read_once`: the caller says that it reads no element of a reply twice, so that one may
+    lie where the service can still write.
     """
+
+    read_once = False
 
     def __init__(self, message: Preparable, reply_shape: tuple[int, ...], reply_dtype: str) -> None:
         """Prepare requests like this message.
@@ -157,7 +162,9 @@ class PreparedRequest:
         others = {name: value for name, value in self.message if name not in self._tensors}
         (rows, columns), seed = self.shape, WireTensor(self.dtype, SEED_SHAPE, b"")
         message = SeededRingLinearRequest(**others, rows=rows, columns=columns, seed=seed)
-        return PreparedRequest(message, self.reply_shape, self.reply_dtype)
+        found = PreparedRequest(message, self.reply_shape, self.reply_dtype)
+        found.read_once = self.read_once
+        return found
 
     def payload(self, payload: Payload) -> list[Buffer]:
         """Return the bytes of each tensor, which must be of the prepared shape and dtype.

@@ -18,8 +18,9 @@ and again once its reply is; a reply of no bytes gives the slot back without one
 
 The other end may write anything anywhere at any time. So a line is read once, into memory of our
 own, and a size held against that of the area as we know it. The client copies a reply out once, and
-reads the copy. The service copies headers; a change of a tensor while it is read must do no more
-than change the result, which is the business of the client that changed it.
+reads the copy; or it reads the tensor where it lies, each element once (`Lane.lend`). The service
+copies headers; a change of a tensor while it is read must do no more than change the result, which
+is the business of the client that changed it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
 
 from protocol import native
 from protocol.errors import EndpointError, ProtocolError
@@ -139,7 +143,10 @@ class SlotMemory(NamedTuple):
 
 
 class Lane:
-    """One end of a segment. `slots`: how many there are. Raises as `require_library` does."""
+    """One end of a segment. `slots`: how many there are. Raises as `require_library` does.
+
+    `incoming`: bytes of an area that the other end puts messages into.
+    """
 
     def __init__(self, mapped: mmap.mmap, areas: Areas, *, is_client: bool) -> None:
         require_library()
@@ -159,7 +166,7 @@ class Lane:
         )
         ours, theirs = (client, service) if is_client else (service, client)
         self._sleeps, self._our_lines, self._room, start = ours
-        self._peer_sleeps, self._their_lines, self._incoming, their_start = theirs
+        self._peer_sleeps, self._their_lines, self.incoming, their_start = theirs
         self._out = [start + slot * both for slot in range(areas.slots)]
         self._in = [their_start + slot * both for slot in range(areas.slots)]
         self._put = 0
@@ -239,8 +246,8 @@ class Lane:
     ) -> int:
         """Copy the tensor of the reply with this id, if that comes in that time.
 
-        `spin_us` is less than 0 for one that was seen. 1 where it is done; 0 where nothing has
-        come; -1 for another message, which counts as seen.
+        `payload_at`: 0 leaves it where it is. `spin_us` is less than 0 for one that was seen. 1
+        where it is done; 0 where nothing has come; -1 for another message, which counts as seen.
         """
         taken: int = native.library.lane_take(
             *(shape.address, request_id, self._base + self._in[slot]),
@@ -248,6 +255,17 @@ class Lane:
             *(spin_us, payload_at, times_at),
         )
         return taken
+
+    def lend(self, slot: int, shape: MessageShape, back: Callable[[int], object]) -> memoryview:
+        """Return the tensor of a reply that was taken, where the service may still change it.
+
+        `back`: is given the slot once the last view of the tensor is gone.
+        """
+        end = self._in[slot] + shape.total_bytes
+        loan: Any = numpy.frombuffer(self._memory[end - shape.payload_bytes : end], numpy.uint8)
+        # The last view may go on another thread.
+        weakref.finalize(loan, back, slot).atexit = False
+        return memoryview(loan)
 
     def number(self, slot: int) -> int:
         """Return how many messages the other end says it had put with the one seen in a slot."""
@@ -259,7 +277,7 @@ class Lane:
         Raises ProtocolError for one that claims to be larger than its area.
         """
         size = self._seen[2 * slot + 1]
-        if size > self._incoming:
-            ProtocolError.at_most(self._incoming, WHERE, size)
+        if size > self.incoming:
+            ProtocolError.at_most(self.incoming, WHERE, size)
         start = self._in[slot]
         return self._memory[start : start + size]

@@ -52,6 +52,8 @@ from protocol.tensors import Buffer
 _LOOK_US = 20
 # From here on the pages of fresh memory cost more than to look for memory that was used before.
 _LARGE_BYTES = 1024 * 1024
+# From here on a copy costs more than to lend a slot.
+_LENT_BYTES = 128 * 1024
 
 
 class ShmChannel(StreamChannel):
@@ -59,7 +61,7 @@ class ShmChannel(StreamChannel):
 
     _skips_empty = True
     _lane: Lane | None = None
-    # Slots that are ours: the last one was used last, and is in the caches.
+    # Slots that are ours and not lent: the last one was used last, and is in the caches.
     _free: list[int]
     # The requests in the others.
     _asked: dict[int, int]
@@ -101,11 +103,13 @@ class ShmChannel(StreamChannel):
         # Behind a message that still waits to be written, this one waits, too.
         if lane is None or not self._free or self._writer.unsent:
             return NOT_PUT
-        slot, address = self._free[-1], payload.data_ptr()
+        # Taken at once: a lent slot may come back from any thread, behind it.
+        slot, address = self._free.pop(), payload.data_ptr()
         wakes = lane.put_prepared(slot, shape, request_id, timeout_ms, address)
         if wakes is None:
+            self._free.append(slot)
             return NOT_PUT
-        self._asked[self._free.pop()] = request_id
+        self._asked[slot] = request_id
         if wakes:
             try:
                 self._wake_up()
@@ -120,11 +124,14 @@ class ShmChannel(StreamChannel):
         if lane is not None and not self._writer.unsent:
             if not self._free:
                 self._collect()
-            if self._free and (wakes := lane.put(self._free[-1], frames)) is not None:
-                self._asked[self._free.pop()] = self._last_id
-                if wakes:
-                    self._wake_up()
-                return
+            if self._free:
+                slot = self._free.pop()
+                if (wakes := lane.put(slot, frames)) is not None:
+                    self._asked[slot] = self._last_id
+                    if wakes:
+                        self._wake_up()
+                    return
+                self._free.append(slot)
         super()._write(frames, most_s)
 
     def _wake_up(self) -> None:
@@ -140,7 +147,6 @@ class ShmChannel(StreamChannel):
         self._spin.expects_soon = taken != 0
         if taken:
             del self._asked[slot]
-            self._free.append(slot)
         if taken < 0:
             self._take_any(lane, slot)
 
@@ -179,7 +185,6 @@ class ShmChannel(StreamChannel):
                 break
             if request_id := self._asked.pop(slot, 0):
                 pending = self._pending.get(request_id)
-                self._free.append(slot)
                 if pending is None or self._take_expected(lane, slot, pending, request_id) < 0:
                     self._take_any(lane, slot)
                 found = True
@@ -196,24 +201,32 @@ class ShmChannel(StreamChannel):
             prepared is None
             or not prepared.answered_as.address
             or prepared.reply_bytes > self._max_reply_bytes
+            or prepared.answered_as.total_bytes > lane.incoming
         ):
             return -1 if spin_us < 0 else 0
         shape, dtype = prepared.reply_shape, prepared.reply_torch_dtype
-        if prepared.reply_payload_bytes < _LARGE_BYTES:
+        size, output = prepared.reply_payload_bytes, None
+        if size < (_LENT_BYTES if prepared.read_once else _LARGE_BYTES):
             output = torch.empty(shape, dtype=dtype)
-        else:
-            memory = self._pool.take(prepared.reply_payload_bytes)
-            output = torch.frombuffer(memory, dtype=dtype).view(shape)
+        elif not prepared.read_once:
+            output = torch.frombuffer(self._pool.take(size), dtype=dtype).view(shape)
+        payload_at = 0 if output is None else output.data_ptr()
         taken = lane.take_expected(
-            *(slot, prepared.answered_as, request_id, output.data_ptr(), self._times_at, spin_us)
+            *(slot, prepared.answered_as, request_id, payload_at, self._times_at, spin_us)
         )
         if taken > 0:
+            if output is None:
+                memory = lane.lend(slot, prepared.answered_as, self._free.append)
+                output = torch.frombuffer(memory, dtype=dtype).view(shape)
+            else:
+                self._free.append(slot)
             pending.output, pending.times_us = output, self._times[:]
             pending.received_ns = time.perf_counter_ns()
         return taken
 
     def _take_any(self, lane: Lane, slot: int) -> None:
         """Keep what was seen in a slot as if the socket had brought it. Raises ProtocolError."""
+        self._free.append(slot)
         try:
             if not (reply := lane.view(slot)):
                 return
@@ -270,6 +283,9 @@ class IvshmemChannel(ShmChannel):
         """See `Channel.close`."""
         super().close()
         self._offered = None
+        for pending in self._pending.values():
+            if pending.output is not None:  # the next session may lie where it does
+                pending.output = pending.output.clone()
         if self._file is not None:
             # By itself it would stay locked as long as it is mapped.
             fcntl.flock(self._file, fcntl.LOCK_UN)

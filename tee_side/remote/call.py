@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -155,7 +156,10 @@ def plan_linear(
         dtype, sent = short_name(of), shape[0]
         wire = WireTensor(dtype, tuple(shape), b"")
         if layer is None or of is torch.int32:
-            return tuple(ring_request(config, site, wire, names) for names in messages)
+            found = tuple(ring_request(config, site, wire, names) for names in messages)
+            # By compiled code, in one pass. Several are put side by side, which is a copy.
+            found[0].read_once = padded is not None and len(found) == 1
+            return found
         return tuple(
             PreparedRequest(
                 LinearRequest(
@@ -274,6 +278,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
     while True:
         exchanges: list[Exchange] = []
         outputs: list[list[torch.Tensor]] = []  # of each request, one a service
+        changed = False
         for request in requests:
             if exchanges:
                 left_s = time_left(plan.operator, until)
@@ -293,17 +298,12 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
                 break
         if outputs[-1]:
             # Each service's product: the outputs of all modules side by side.
-            parts = (
-                outputs[0]
-                if len(outputs) == 1
-                else [torch.cat(several, dim=-1) for several in zip(*outputs, strict=True)]
-            )
+            parts = outputs[0] if len(outputs) == 1 else _side_by_side(outputs)
             clock.mark("unmask")
-            revealed = (
-                masked.reveal(parts)
-                if isinstance(masked, Padded)
-                else _reveal(plan, encoded, remembered, masked, parts)
-            )
+            if not isinstance(masked, Padded):
+                revealed = _reveal(plan, encoded, remembered, masked, parts)
+            elif (revealed := masked.reveal(parts)) is None:
+                changed = _copies_hold(masked, outputs, exchanges)
             clock.mark(None)
             if revealed is not None:
                 return revealed
@@ -320,12 +320,32 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
                 check=plan.check,
                 until=until,
                 accuse=plan.accuse,
+                changed=changed,
             ),
             requests,
             masked.sent,
             exchanges,
         )
         left_s = time_left(plan.operator, until)
+
+
+def _side_by_side(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    return [torch.cat(several, dim=-1) for several in zip(*outputs, strict=True)]
+
+
+def _copies_hold(
+    masked: Padded, outputs: Sequence[Sequence[torch.Tensor]], exchanges: Sequence[Exchange]
+) -> bool:
+    """Have exchanges keep copies of what was refused, and say whether these are right.
+
+    A service may still change a reply that was read in its memory. One that put it right since, so
+    that nothing wrong is found any more, has been caught by that alone.
+    """
+    copies = [[output.clone() for output in several] for several in outputs]
+    for exchange, output in zip(exchanges, chain(*copies), strict=True):
+        exchange.output = output
+    parts = copies[0] if len(copies) == 1 else _side_by_side(copies)
+    return masked.reveal(parts) is not None
 
 
 def _reveal(

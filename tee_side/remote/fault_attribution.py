@@ -56,7 +56,7 @@ class Refused(NamedTuple):
     """Whose result was refused: an operator of a layer, asked for over `channels`.
 
     `mask`: as messages name it; `in_the_clear`: that there is none. `until`: the call's deadline.
-    `accuse`: see `CallPlan`.
+    `accuse`: see `CallPlan`. `changed`: that a reply was wrong as it was read, and right later.
     """
 
     operator: Operator
@@ -67,6 +67,7 @@ class Refused(NamedTuple):
     check: ResultCheck | Unverified
     until: float
     accuse: Callable[[str], TsqpError | None] | None = None
+    changed: bool = False
 
 
 def refuse(
@@ -171,6 +172,8 @@ def _ranks(liar: Answer, refused: Refused) -> str:
 def _liars(refused: Refused, answers: Sequence[Answer]) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
     in_the_clear = refused.in_the_clear
+    if refused.changed:
+        return None  # whose it was does not show any more
     if in_the_clear and len(answers) == 1:
         return answers  # the result that was refused is the answer itself
     if isinstance(refused.check, Unverified):

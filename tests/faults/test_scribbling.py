@@ -127,10 +127,12 @@ def test_a_client_that_changes_requests_while_they_are_read_hurts_itself_alone(
         assert service.is_running
 
 
+@pytest.mark.parametrize("lent_bytes", [0, 2**20])
 def test_results_that_change_while_they_are_read_are_right_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lent_bytes: int
 ) -> None:
-    """A shielded session whose service writes over its replies as they are read."""
+    """A shielded session whose service writes over its replies as they are read, or copied."""
+    monkeypatch.setattr("protocol.shm._LENT_BYTES", lent_bytes)
     right = refused = 0
     with (
         scribbling("replies", monkeypatch) as begin,

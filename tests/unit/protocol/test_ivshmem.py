@@ -15,6 +15,7 @@ from gpu_side.encoding import open_request
 from gpu_side.transport.stream_client import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import shm as ivshmem
+from protocol.channel import Pending
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
 from protocol.messages import InitRequest, LMHeadRequest, TensorReply
@@ -124,7 +125,7 @@ def test_a_head_that_changes_while_connected_changes_nothing(
             file.flush()
             assert all(_call(channel, listener) for _ in range(SLOTS))
             assert channel._lane is not None
-            assert channel._lane._incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
+            assert channel._lane.incoming == areas_for(2**30, 2**30, SIZE).reply_bytes
         request_id = channel.submit(REQUEST)
         file.seek(192 + 64 * (SLOTS + take(listener).route[1][0]))
         file.write(struct.pack("<IxxxxQ", 77, SIZE))
@@ -257,7 +258,7 @@ def test_only_a_segment_of_this_client_within_the_memory_is_taken(
                     file.seek(replied)
                     file.write(b"\1")
                 lane = DeviceMemory(str(memory)).attach(ours, in_use=False)
-                assert (lane.slots, lane._incoming, lane._room) == areas
+                assert (lane.slots, lane.incoming, lane._room) == areas
                 content = memory.read_bytes()
                 assert (content[40:44], content[replied]) == (SESSION, 0)
                 continue
@@ -313,3 +314,13 @@ def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(
     memory.write_bytes(bytes(SIZE))
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         assert not _call(channel, listener)
+
+
+def test_a_reply_that_waits_in_a_slot_is_copied_when_the_memory_is_left(endpoint: str) -> None:
+    """The next session lays out the same memory, and its service writes there."""
+    channel, lent = IvshmemChannel(endpoint, timeout_s=1), torch.ones(8)
+    waits = {"received_ns": 1, "times_us": (1, 1), "output": lent}
+    channel._pending[1] = Pending(method="LMHead", deadline=0.0, timeout_s=1.0, **waits)
+    channel.close()
+    lent.zero_()
+    assert torch.equal(channel.wait(1).output, torch.ones(8))  # type: ignore[arg-type]

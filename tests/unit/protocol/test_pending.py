@@ -228,6 +228,13 @@ def test_another_reply_is_refused(
         prepared.output(channel.wait(request_id))
 
 
+@pytest.mark.parametrize("read_once", [True, False])
+def test_a_seed_has_its_reply_read_as_the_elements_have(read_once: bool) -> None:
+    prepared = _ring()
+    prepared.read_once = read_once
+    assert prepared.seeded.read_once == read_once
+
+
 compiled_only = pytest.mark.skipif(native.library is None, reason="no compiled kernels")
 
 

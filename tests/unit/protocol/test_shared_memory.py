@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_side.encoding import open_request
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport import stream_client
 from gpu_side.transport.stream_client import adopt
 from gpu_side.transport.stream_listener import StreamListener
 from protocol.encoding import encode_request
 from protocol.errors import ErrorCode, ProtocolError
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.prepared import PreparedRequest
 from protocol.shared_memory import ATTACH, SLOTS, Areas, Lane, create
 from protocol.shm import ShmChannel
 from protocol.stream_wire import frames_in
@@ -192,6 +193,7 @@ def test_what_lies_in_the_slot_is_put_where_it_belongs(ends: tuple[Lane, Lane]) 
 ROUNDS = 500
 TINY_S = 0.05
 REQUEST = LMHeadRequest(hidden_states=from_torch(torch.ones(8)))
+TIMING = Timing(queue_us=1, compute_us=1)
 
 
 @pytest.fixture
@@ -286,6 +288,51 @@ def test_a_reply_is_read_once_and_answers_its_own_request_alone(
     service.lane.put(slot, _good(again, 2.0))
     # The slot was taken for free again: what comes there now is not looked at.
     assert not channel.arrived(again, time.monotonic() + TINY_S)
+
+
+@pytest.mark.parametrize("read_once", [True, False])
+def test_a_large_reply_that_is_read_once_has_its_slot_as_long_as_it_lives(
+    service: RawService, endpoint: str, read_once: bool
+) -> None:
+    many = torch.ones(2**18)
+    good = TensorReply(output=from_torch(many))
+    prepared = PreparedRequest(REQUEST, tuple(many.shape), "float32")
+    prepared.read_once = read_once
+    with ShmChannel(endpoint, timeout_s=20, max_message_bytes=2**21) as channel:
+        request_id = channel.start(prepared, torch.ones(8))
+        service.accept()
+        slot, _ = service.request()
+        service.lane.put(slot, encode_reply("framed", request_id, "LMHead", good, TIMING))
+        output = channel.wait(request_id).output
+        assert output is not None
+        assert torch.equal(output, many)
+        end = service.lane._out[slot] + prepared.answered_as.total_bytes
+        service.lane._memory[end - many.nbytes : end] = bytes(many.nbytes)
+        assert torch.equal(output, torch.zeros_like(many) if read_once else many)
+        channel.start(prepared, torch.ones(8))
+        assert (service.request()[0] == slot) == (not read_once)
+        del output
+        channel.start(prepared, torch.ones(8))
+        assert (service.request()[0] == slot) == read_once
+
+
+def test_a_reply_as_expected_that_is_larger_than_its_area_is_refused(
+    service: RawService, channel: ShmChannel
+) -> None:
+    """A limit of replies may be larger than an area; behind that others lie."""
+    good = TensorReply(output=from_torch(torch.ones(2**15)))
+    prepared = PreparedRequest(REQUEST, good.output.shape, "float32")
+    prepared.read_once = True
+    request_id = channel.start(prepared, torch.ones(8))
+    channel._max_reply_bytes = 2**20
+    service.accept()
+    slot, _ = service.request()
+    frames = encode_reply("framed", request_id, "LMHead", good, TIMING)
+    start, size = service.lane._out[slot], prepared.answered_as.total_bytes
+    service.lane._memory[start : start + PAGE] = message(frames)[:PAGE]
+    write_line(service.lane, slot, 1, size, of_client=False)
+    with pytest.raises(ProtocolError, match=f"got {size} bytes"):
+        channel.wait(request_id)
 
 
 INIT = [bytes(frame) for frame in encode_request(InitRequest(), 7, 1000)]

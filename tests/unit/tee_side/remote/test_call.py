@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from protocol import native
 from protocol.errors import MaskError, ReplyError
 from protocol.messages import LinearRequest
 from protocol.prepared import PreparedRequest
 from tee_side.protect.masks.mask import Masked
 from tee_side.remote.call import run
 from tee_side.words import OPERATORS, PRODUCTS, Operator
+from tests.kit.kernels import using_kernels
 from tests.kit.lie import Change, Lying, generate, is_of
 from tests.kit.model import CLEAR, Models, policy_of
 from tests.kit.rows import each_row
@@ -123,6 +125,26 @@ def test_what_no_dealer_multiplies_for_goes_to_the_service_alone(saved_model: Mo
     tee.logits([1, 2, 3], pads="dealers")
     first, second = (len(channel.requests) for channel in tee.channels)
     assert first == 2 * second > 0
+
+
+@each_row(
+    ("policy", "kernels"),
+    [("shielded", "auto"), ("shielded", "torch"), ("quantized-clear", "auto")],
+)
+def test_replies_are_read_where_they_lie_by_one_compiled_pass_alone(
+    saved_model: Models, monkeypatch: pytest.MonkeyPatch, policy: str, kernels: str
+) -> None:
+    made: list[PreparedRequest] = []
+
+    def prepare(*what: Any) -> PreparedRequest:
+        made.append(PreparedRequest(*what))
+        return made[-1]
+
+    monkeypatch.setattr("tee_side.remote.call.PreparedRequest", prepare)
+    with using_kernels(kernels):
+        generate(saved_model("llama").tee(policy))
+        compiled = native.choice().compiled
+    assert {one.read_once for one in made} == {policy == "shielded" and compiled}
 
 
 def test_requests_are_prepared_once_for_a_row_count_and_their_number_is_bounded(

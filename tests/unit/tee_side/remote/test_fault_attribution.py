@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from protocol import native
 from protocol.errors import (
     ActivationRangeError,
     DeadlineExceededError,
@@ -25,7 +26,8 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import from_torch, to_torch
-from tee_side.policy.placement import Policy
+from tee_side.policy.placement import Policy, load_policy
+from tee_side.protect import masking
 from tee_side.protect.masks.mask import Mask, Pad
 from tee_side.protect.randomness import Randomness
 from tee_side.protect.recomputation import Claim, rows_of_part
@@ -40,6 +42,8 @@ from tests.kit.lie import Change, Lying
 from tests.kit.model import CLEAR, Models, SavedModel, policy_of
 from tests.kit.rows import each_row
 from tsqp.lab.research.row_masks import RowMix
+
+compiled_only = pytest.mark.skipif(native.library is None, reason="no compiled kernels")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +144,28 @@ def test_all_requests_of_an_operator_share_one_deadline(
         told = [*channel.told, *channel.distrusted]
         assert len(told) == 3
         assert caught.value is told[-1][1]
+
+
+@compiled_only
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_service_that_puts_right_what_was_refused_is_asked_no_more(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    """It writes where a reply is read: behind the first look, or behind that at the copy."""
+    channel, seen = Lying(model.directory, lambda y: y + 1), list[torch.Tensor]()
+    decode = masking.compiled.decode
+
+    def looked(y_TO: torch.Tensor, *others: Any) -> torch.Tensor | None:
+        found = decode(y_TO, *others)
+        seen.append(y_TO)
+        if len(seen) == looks:
+            seen[0].sub_(1)
+        return found
+
+    monkeypatch.setattr(masking.compiled, "decode", looked)
+    with pytest.raises(VerificationError, match="at loopback: got a wrong result"):
+        _call(model, load_policy("shielded"), [channel])
+    assert (len(seen), len(channel.distrusted)) == (2, 1)
 
 
 OVERFLOW = ActivationRangeError("input", got="a row that is not finite", expected="numbers")
