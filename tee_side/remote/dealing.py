@@ -29,8 +29,8 @@ from tee_side.protect.verification import ExactCheck
 from tee_side.remote.call import ChannelsAt, ring_request
 from tee_side.words import Site
 
-# Requests that a dealer has at once: it queues so many of a client and more.
-_UNDER_WAY = 16
+# Requests that a dealer has at once: as many as shared memory has slots (`protocol.shared_memory`).
+_UNDER_WAY = 8
 
 _EXPECTED = "what the weights of the TEE's own model give"
 
@@ -50,7 +50,7 @@ def holds_in_ring(check: ExactCheck, r_TI: torch.Tensor, u_TO: torch.Tensor) -> 
 def _sums(x_TN: torch.Tensor, vectors_kN: torch.Tensor) -> torch.Tensor:
     """Return x times some vectors, int32: int64 [T, k], of which the lower 32 bits count."""
     if choice().compiled:
-        return kernels.expect(x_TN, vectors_kN, vectors_kN)
+        return kernels.expect(x_TN, vectors_kN)
     return x_TN.long() @ vectors_kN.t().long()
 
 

@@ -4,15 +4,18 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_side.devices import PROFILES, DeviceProfile, NullDevice
+from gpu_side.encoding import payload_place
 from gpu_side.handler import RequestHandler, Served, served_zeros
 from gpu_side.kernels import NullKernels, request_us
 from gpu_side.tasks import Computed, RequestChecker
+from gpu_side.transport.listener import Incoming
 from gpu_side.weights import (
     PROVISION_FILE,
     Provision,
@@ -26,11 +29,13 @@ from protocol.messages import (
     Columns,
     InitReply,
     InitRequest,
+    LMHeadRequest,
     Request,
     SegmentRequest,
     TensorReply,
 )
-from protocol.tensors import to_torch
+from protocol.shared_memory import SlotMemory
+from protocol.tensors import from_torch, to_torch
 from tests.kit import ask
 from tests.kit.model import SIZES, Models, SavedModel
 from tests.kit.rows import each_row
@@ -391,6 +396,22 @@ def test_zeros_of_the_shape_and_dtype_that_a_real_service_answers(
     # It keeps sessions, and the zeros of earlier replies stay valid when larger ones are needed.
     assert null.sessions.totals.sessions == 1
     assert not any(one.any() for one in zeros)
+
+
+def test_large_zeros_are_left_where_the_reply_goes(light: Path) -> None:
+    rows = 100  # of 320 numbers each
+    request = LMHeadRequest(hidden_states=from_torch(torch.ones(rows, 48)))
+    task = RequestChecker(read_served_model(light, weights=False), MIB).check(request)
+    kernel = NullKernels(NullDevice(), torch.float32).prepare(request, task)
+    place = payload_place("LMHead", task.dtype, task.shape)
+    for room, lies_there in ((place.stop, True), (place.stop - 1, False)):
+        area = bytearray(b"\1" * room)
+        slot = SlotMemory(Mock(), 0, room, memoryview(area))
+        reply, _ = kernel(request, Incoming((b"",), [], 0, slot=slot))
+        assert isinstance(reply, TensorReply)
+        assert not to_torch(reply.output).any()
+        left = b"\1" * place.start + bytes(task.output_bytes)
+        assert area == (left if lies_there else b"\1" * room)
 
 
 @each_row(("request_", "sizes", "kernels_us"), REQUESTS)
