@@ -340,9 +340,9 @@ class _Trial:
         # Drawn where it is added, by a variant that draws.
         streams, added = torch.arange(rows * STREAM.itemsize).to(torch.uint8), q.clone()
         if self._call("draw", streams, rows, 1, features, drawn.zero_()):
-            asked = (number, x, *size, 32_639.0, scales, 0, streams, 1, 0, 0, 0, added)
+            asked = (number, x, *size, 32_639.0, scales, 0, streams, 1, low, high, expected, added)
             self._call("encode", *asked)
-        yield added - drawn, 0.0
+        yield from ((found, 0.0) for found in (added - drawn, expected.clone()))
         for upper in (high, 0):
             yield self._written("expect", q, *size, low, upper, to=expected)
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)

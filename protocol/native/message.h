@@ -21,9 +21,9 @@ enum : int64_t { LANE_TAKEN = 1, LANE_NOTHING = 0, LANE_OTHER = -1, STREAM_TAKEN
 bool lane_put(const MessageShape* shape, int64_t id, int64_t timeout_ms, const void* payload,
               char* area, LaneLine* line, int64_t number, const uint32_t* sleeps);
 
-// Copy the reply with this id out of an area, its tensor to `payload` (null: it stays where it is);
-// each byte is read once. Looks for it `spin_us`, or less than 0: it was seen. Returns LANE_TAKEN; LANE_NOTHING where nothing
-// has come; LANE_OTHER where another message has come, which then counts as seen.
+// Copy the reply with this id out of an area, its tensor to `payload` (null: it is left there); each
+// byte is read once. Looks for it `spin_us`, or less than 0: it was seen. Returns LANE_TAKEN, or
+// LANE_NOTHING where none has come, or LANE_OTHER for another message, which then counts as seen.
 int64_t lane_take(const MessageShape* shape, int64_t id, const char* area, const LaneLine* line,
                   LaneSeen* seen, int64_t spin_us, void* payload, int64_t* times);
 
