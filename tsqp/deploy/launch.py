@@ -206,8 +206,11 @@ class GuestMachine:
         if launch is None:
             said = "" if self.measurement is None else self.measurement.hex()
             value = f"name=opt/tsqp/measurement,string={said}"
-            # vmgenid says where a copy of this machine goes on; of encrypted memory there is none.
-            words = ["-M", machine, "-cpu", "max", "-device", "vmgenid,guid=auto"]
+            # One thread emulates all processors: of several, one runs old code that another's
+            # kernel has just patched, and that kernel ends (Oops: int3). vmgenid says where a copy
+            # of this machine goes on; of encrypted memory there is none.
+            words = ["-accel", "tcg,thread=single", "-M", machine, "-cpu", "max"]
+            words += ["-device", "vmgenid,guid=auto"]
             return [*words, *(("-fw_cfg", value) if said else ())]
         guest = (
             f"sev-snp-guest,id=snp,policy={GUEST_POLICY:#x},kernel-hashes=on"
