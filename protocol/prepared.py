@@ -69,8 +69,8 @@ class Exchange:
     transport to having received the reply; `timing` is the service's own claim. `sent_ns` is when
     the request was handed over, on the clock of `time.perf_counter_ns`; its encoding had begun
     `encode_ns` before. `endpoint`: of the service that answered. `output`: in place of `response`,
-    where the reply to a prepared request is exactly the expected one: its tensor, which the service
-    may still change where the request says that it is read once.
+    where the reply to a prepared request is exactly the expected one: its tensor. `lent`: that lies
+    in memory which the service may still write to, as the request says that it is read once.
     """
 
     response: Response | None = None
@@ -83,6 +83,7 @@ class Exchange:
     sent_ns: int = 0
     endpoint: str = ""
     output: torch.Tensor | None = None
+    lent: bool = False
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -63,11 +64,12 @@ class ShmChannel(StreamChannel):
     _lane: Lane | None = None
     # Slots that are ours and not lent: the last one was used last, and is in the caches.
     _free: list[int]
-    # The requests in the others.
+    # The requests in the others, and the tensors of replies that are lent.
     _asked: dict[int, int]
+    _lent: WeakValueDictionary[int, torch.Tensor]
 
     def _connect(self, give_up: float) -> socket.socket:
-        connection = super()._connect(give_up)
+        connection, self._lent = super()._connect(give_up), WeakValueDictionary()
         try:
             self._share(connection)
         except EndpointError:
@@ -217,7 +219,8 @@ class ShmChannel(StreamChannel):
         if taken > 0:
             if output is None:
                 memory = lane.lend(slot, prepared.answered_as, self._free.append)
-                output = torch.frombuffer(memory, dtype=dtype).view(shape)
+                self._lent[slot] = output = torch.frombuffer(memory, dtype=dtype).view(shape)
+                pending.lent = True
             else:
                 self._free.append(slot)
             pending.output, pending.times_us = output, self._times[:]
@@ -283,10 +286,9 @@ class IvshmemChannel(ShmChannel):
         """See `Channel.close`."""
         super().close()
         self._offered = None
-        for pending in self._pending.values():
-            if pending.output is not None:  # the next session may lie where it does
-                pending.output = pending.output.clone()
         if self._file is not None:
+            for output in self._lent.values():  # the next session may lie where they do
+                output.data = output.clone()
             # By itself it would stay locked as long as it is mapped.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -303,7 +302,7 @@ async def carry_out(plan: CallPlan, x: Operand) -> torch.Tensor:
             if not isinstance(masked, Padded):
                 revealed = _reveal(plan, encoded, remembered, masked, parts)
             elif (revealed := masked.reveal(parts)) is None:
-                changed = _copies_hold(masked, outputs, exchanges)
+                changed = _put_right(masked, parts, exchanges)
             clock.mark(None)
             if revealed is not None:
                 return revealed
@@ -333,19 +332,18 @@ def _side_by_side(outputs: Sequence[Sequence[torch.Tensor]]) -> Sequence[torch.T
     return [torch.cat(several, dim=-1) for several in zip(*outputs, strict=True)]
 
 
-def _copies_hold(
-    masked: Padded, outputs: Sequence[Sequence[torch.Tensor]], exchanges: Sequence[Exchange]
-) -> bool:
-    """Have exchanges keep copies of what was refused, and say whether these are right.
+def _put_right(masked: Padded, parts: Sequence[torch.Tensor], of: Sequence[Exchange]) -> bool:
+    """Say whether what was refused is right by now, of copies that the exchanges then keep.
 
-    A service may still change a reply that was read in its memory. One that put it right since, so
-    that nothing wrong is found any more, has been caught by that alone.
+    A service may still change a reply that is lent, which is one of a single request. One that put
+    it right since, so that nothing wrong is found any more, has been caught by that alone.
     """
-    copies = [[output.clone() for output in several] for several in outputs]
-    for exchange, output in zip(exchanges, chain(*copies), strict=True):
-        exchange.output = output
-    parts = copies[0] if len(copies) == 1 else _side_by_side(copies)
-    return masked.reveal(parts) is not None
+    if not any(exchange.lent for exchange in of):
+        return False
+    copies = [part.clone() for part in parts]
+    for exchange, copy in zip(of, copies, strict=True):
+        exchange.output = copy
+    return masked.reveal(copies) is not None
 
 
 def _reveal(

@@ -56,7 +56,8 @@ class Refused(NamedTuple):
     """Whose result was refused: an operator of a layer, asked for over `channels`.
 
     `mask`: as messages name it; `in_the_clear`: that there is none. `until`: the call's deadline.
-    `accuse`: see `CallPlan`. `changed`: that a reply was wrong as it was read, and right later.
+    `accuse`: see `CallPlan`. `changed`: that a reply which is lent was wrong as it was read, and is
+    right by now.
     """
 
     operator: Operator
@@ -119,6 +120,8 @@ def _distrust_liars(refused: Refused, answers: Sequence[Answer]) -> Verification
     """
     operator, layer = refused.operator, refused.layer
     where = operator if layer is None else f"{operator} in layer {layer}"
+    if refused.changed:
+        answers = [answer for answer in answers if answer.exchange.lent]
     liars = _liars(refused, answers)
     suspects = answers if liars is None else liars
     if not suspects:
@@ -172,13 +175,12 @@ def _ranks(liar: Answer, refused: Refused) -> str:
 def _liars(refused: Refused, answers: Sequence[Answer]) -> Sequence[Answer] | None:
     """Return the wrong answers, none where all were unmasked wrongly; None: it is unknown."""
     in_the_clear = refused.in_the_clear
-    if refused.changed:
-        return None  # whose it was does not show any more
-    if in_the_clear and len(answers) == 1:
-        return answers  # the result that was refused is the answer itself
+    if (in_the_clear or refused.changed) and len(answers) == 1:
+        return answers  # what was refused is this answer, or only this one can have changed
     if isinstance(refused.check, Unverified):
         raise LookupError("a result that was refused, and is not verified")
     try:
+        VerificationError.unless(not refused.changed, refused.operator, "a right result", "as read")
         claims = [answer.claim() for answer in answers]
         wrong = find_liars(claims, refused.check, lambda: time.monotonic() >= refused.until)
     except ActivationRangeError:

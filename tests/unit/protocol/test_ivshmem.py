@@ -11,14 +11,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gpu_side.encoding import open_request
+from gpu_side.encoding import encode_reply, open_request
 from gpu_side.transport.stream_client import DeviceMemory
 from gpu_side.transport.stream_listener import StreamListener
 from protocol import shm as ivshmem
-from protocol.channel import Pending
 from protocol.encoding import encode_request
 from protocol.errors import EndpointError, ErrorCode, ProtocolError
-from protocol.messages import InitRequest, LMHeadRequest, TensorReply
+from protocol.messages import InitRequest, LMHeadRequest, TensorReply, Timing
+from protocol.prepared import PreparedRequest
 from protocol.shared_memory import (
     ATTACH,
     LARGEST,
@@ -316,11 +316,24 @@ def test_a_virtual_machine_that_writes_over_all_is_dropped_and_comes_back(
         assert not _call(channel, listener)
 
 
-def test_a_reply_that_waits_in_a_slot_is_copied_when_the_memory_is_left(endpoint: str) -> None:
+def test_replies_that_are_lent_are_copied_when_the_memory_is_left(
+    listener: StreamListener, endpoint: str, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next session lays out the same memory, and its service writes there."""
-    channel, lent = IvshmemChannel(endpoint, timeout_s=1), torch.ones(8)
-    waits = {"received_ns": 1, "times_us": (1, 1), "output": lent}
-    channel._pending[1] = Pending(method="LMHead", deadline=0.0, timeout_s=1.0, **waits)
-    channel.close()
-    lent.zero_()
-    assert torch.equal(channel.wait(1).output, torch.ones(8))  # type: ignore[arg-type]
+    monkeypatch.setattr(ivshmem, "_LENT_BYTES", 0)
+    prepared = PreparedRequest(REQUEST, (1,), "float32")
+    prepared.read_once = True
+    with IvshmemChannel(endpoint, timeout_s=20) as channel:
+        assert [_call(channel, listener) for _ in range(2)] == [False, True]
+        ids = [channel.start(prepared, torch.ones(8)) for _ in range(2)]
+        good, timing = (
+            TensorReply(output=from_torch(torch.ones(1))),
+            Timing(queue_us=1, compute_us=1),
+        )
+        for request_id in ids:
+            reply = encode_reply("framed", request_id, "LMHead", good, timing)
+            listener.send(take(listener).route, reply)
+        taken = channel.wait(ids[0])
+    memory.write_bytes(bytes(SIZE))
+    for one in (taken, channel.wait(ids[1])):
+        assert (one.lent, one.output) == (True, torch.ones(1))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -146,13 +147,18 @@ def test_all_requests_of_an_operator_share_one_deadline(
         assert caught.value is told[-1][1]
 
 
+class Lending(Lying):
+    def wait(self, request_id: int) -> Exchange:
+        return replace(super().wait(request_id), lent=True)
+
+
 @compiled_only
 @pytest.mark.parametrize("looks", [1, 2])
 def test_a_service_that_puts_right_what_was_refused_is_asked_no_more(
     model: SavedModel, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     """It writes where a reply is read: behind the first look, or behind that at the copy."""
-    channel, seen = Lying(model.directory, lambda y: y + 1), list[torch.Tensor]()
+    channel, seen = Lending(model.directory, lambda y: y + 1), list[torch.Tensor]()
     decode = masking.compiled.decode
 
     def looked(y_TO: torch.Tensor, *others: Any) -> torch.Tensor | None:
@@ -166,6 +172,28 @@ def test_a_service_that_puts_right_what_was_refused_is_asked_no_more(
     with pytest.raises(VerificationError, match="at loopback: got a wrong result"):
         _call(model, load_policy("shielded"), [channel])
     assert (len(seen), len(channel.distrusted)) == (2, 1)
+
+
+@each_row(
+    ("lent", "barred"),
+    [((True, False), ["a"]), ((False, True), ["b"]), ((True, True), ["a", "b"])],
+)
+def test_of_what_was_put_right_nobody_is_suspected_who_could_not_change_it(
+    model: SavedModel, lent: Sequence[bool], barred: list[str]
+) -> None:
+    """A service cannot lay on a dealer what it has written over, nor a dealer on a service."""
+    request, output, _ = _claim(model)
+    prepared = PreparedRequest(request, tuple(output.shape), "int32")
+    sent, told = to_torch(request.elements), list[str]()  # type: ignore[union-attr]
+    channels = [Mock(distrust=lambda exchange, _: told.append(exchange.endpoint)) for _ in "ab"]
+    exchanges = [
+        Exchange(endpoint=name, output=output, lent=one)
+        for name, one in zip("ab", lent, strict=True)
+    ]
+    check, until = _check(model, held=False), fault_attribution.time.monotonic() + 60.0
+    named = {"mask": "", "in_the_clear": False, "check": check, "until": until, "changed": True}
+    refuse(Refused("gate_up_proj", 1, channels, **named), [prepared], [sent, sent], exchanges)
+    assert told == barred
 
 
 OVERFLOW = ActivationRangeError("input", got="a row that is not finite", expected="numbers")
