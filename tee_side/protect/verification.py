@@ -82,12 +82,18 @@ class ExactCheck:
 
     def holds(self, x_TI: torch.Tensor, y_TO: torch.Tensor) -> bool:
         """Say whether y = x W, both int32; False for a wrong y but for a chance of 2^-64."""
-        if not choice().compiled:
-            products_kI = self.low_kI.long() + (self.high_kI.long() << 32)
-            expected_Tk = x_TI.long() @ products_kI.t()
-            return torch.equal(y_TO.long() @ self.vectors_kO.t().long(), expected_Tk)
-        expected_Tk = kernels.expect(x_TI, self.low_kI, self.high_kI)
-        return torch.equal(kernels.expect(y_TO, self.vectors_kO), expected_Tk)
+        return torch.equal(sums(y_TO, self.vectors_kO), sums(x_TI, self.low_kI, self.high_kI))
+
+
+def sums(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [T, N] times vectors, low + 2^32 high [k, N], modulo 2^64: int64 [T, k].
+
+    All are int32; without `high` it is zeros.
+    """
+    if choice().compiled:
+        return kernels.expect(x, low, high)
+    vectors = low.long() if high is None else low.long() + (high.long() << 32)
+    return x.long() @ vectors.t()
 
 
 GROUP = "tsqp.checks"

@@ -18,19 +18,18 @@ import torch
 from protocol.channel import Channel
 from protocol.errors import ReplyError, TsqpError, VerificationError
 from protocol.model.config import ModelConfig
-from protocol.native import choice
 from protocol.prepared import PreparedRequest
 from protocol.tensors import WireTensor
-from tee_side.native import kernels
 from tee_side.protect.masks.mask import Seed
 from tee_side.protect.pads.store import MadePads
 from tee_side.protect.sites import SiteShape
-from tee_side.protect.verification import ExactCheck
+from tee_side.protect.verification import ExactCheck, sums
 from tee_side.remote.call import ChannelsAt, ring_request
 from tee_side.words import Site
 
-# Requests that a dealer has at once: as many as shared memory has slots (`protocol.shared_memory`).
-_UNDER_WAY = 8
+# Requests that a dealer has at once: as many as shared memory has slots (`protocol.shared_memory`),
+# or up to twice as many, so that it works on the next site while one is checked.
+UNDER_WAY = 8
 
 _EXPECTED = "what the weights of the TEE's own model give"
 
@@ -43,15 +42,8 @@ def holds_in_ring(check: ExactCheck, r_TI: torch.Tensor, u_TO: torch.Tensor) -> 
     the highest bit alone, so passes with 1/4 for each row that has it, and is then refused where
     the pad is used, with the product (docs/verification.md).
     """
-    differs_Tk = _sums(u_TO, check.vectors_kO) - _sums(r_TI, check.low_kI)
+    differs_Tk = sums(u_TO, check.vectors_kO) - sums(r_TI, check.low_kI)
     return not (differs_Tk & 0xFFFFFFFF).any()
-
-
-def _sums(x_TN: torch.Tensor, vectors_kN: torch.Tensor) -> torch.Tensor:
-    """Return x times some vectors, int32: int64 [T, k], of which the lower 32 bits count."""
-    if choice().compiled:
-        return kernels.expect(x_TN, vectors_kN)
-    return x_TN.long() @ vectors_kN.t().long()
 
 
 class Asked:
@@ -131,10 +123,12 @@ class Dealing:
         Raises VerificationError for a dealer that lies, or has lied before, and what asking raises.
         """
         asked: deque[Asked] = deque()
+        of_site = len(batch.groups)
+        most = max(UNDER_WAY, min(2 * of_site, 2 * UNDER_WAY))
         try:
             for site in batch.layout.sites:
                 self._refuse_liars()
-                while asked and (len(asked) + 1) * len(batch.groups) > _UNDER_WAY:
+                while asked and (len(asked) + 1) * of_site > most:
                     yield self._taken(asked)
                 asked.append(Asked(site, self._prepared(site, batch.group)))
                 asked[-1].ask(self._channels_at(site.layer), batch)

@@ -94,7 +94,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
         read_weights,
     )
     from tee_side.protect.sites import tensors_of
-    from tee_side.remote.dealing import Dealing
+    from tee_side.remote.dealing import UNDER_WAY, Dealing
     from tsqp.run.bank import PAD_BATCH, open_dealers, padded, purpose_of
 
     place = bank_place(settings)
@@ -132,8 +132,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
             str(capacity),
             f"{store.capacity}, as {place.bank} has",
         )
-        # What a dealer has in its queue at once is bounded.
-        batch = min(BATCH_TOKENS, 16 * store.group) if dealers else PAD_BATCH
+        batch = min(BATCH_TOKENS, UNDER_WAY * store.group) if dealers else PAD_BATCH
         _fill(store, partial(fill_pads, multiply, store), tokens, batch)
         _show(place, as_json=False)
 

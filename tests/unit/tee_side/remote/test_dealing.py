@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from protocol.messages import SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized
+from protocol.prepared import Exchange
 from tee_side.assembly import DEALT_GROUP
 from tee_side.protect.pads.dealt import DealtKeystream
 from tee_side.protect.pads.source import Pads
@@ -67,6 +68,30 @@ def test_pads_of_several_dealers_are_exact_products_of_seeds_that_each_has_alone
     again = model.tee("dealt", channels=channels, dealers=NAMES)
     _pads(again).fill(1)
     assert not {*first, *second} & {*_seeds(channels[1])[len(first) :]}
+
+
+class Counting(LoopbackChannel):
+    most = waiting = 0
+
+    def start(self, *asked: Any) -> int:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        return super().start(*asked)
+
+    def wait(self, request_id: int) -> Exchange:
+        self.waiting -= 1
+        return super().wait(request_id)
+
+
+@each_row(("group", "tokens", "most"), [(1, 1, 8), (4, 8, 8), (1, 8, 16), (1, 10, 10)])
+def test_a_dealer_has_the_next_site_to_work_on_and_no_more_than_it_queues(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch, group: int, tokens: int, most: int
+) -> None:
+    monkeypatch.setattr("tee_side.assembly.DEALT_GROUP", group)
+    dealer = Counting(model.directory)
+    channels = [LoopbackChannel(model.directory), dealer]
+    _pads(model.tee("dealt", channels=channels, dealers=NAMES[:1])).fill(tokens)
+    assert (dealer.most, dealer.waiting) == (most, 0)
 
 
 # Rows of whole blocks of the cipher, and rows that begin within one.
