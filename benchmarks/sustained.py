@@ -6,8 +6,8 @@ Reports of `tsqp bench` at the shape of Llama-3.2-1B, and of eight layers of Lla
 a service and a dealer that answer at once, over shared memory. Both work on the TEE side's cores:
 what they fill their replies with is counted against `dealt`. Pads of decoded tokens are made or
 dealt apart, and their time is in the reports; pads of a prompt are dealt in its step. On a
-processor with AMX all of it is measured again without: AMX halves what the TEE alone takes, and no
-more than that, and AMD's processors have none.
+processor with AMX all of it is measured again without: AMX multiplies for the TEE alone, and AMD's
+processors have none.
 
 Beside them what these cores can do at all, in GB/s: copy memory, and draw AES-CTR. What attention
 does is worked out from the reports, and so are targets, on the page: the exit status is 0.

@@ -46,6 +46,7 @@ T = TypeVar("T")
 # What is multiplied by a weight.
 WeightRequest: TypeAlias = LinearRequest | RingLinearRequest | LMHeadRequest | RingLMHeadRequest
 
+# The least that are kept to reply with; more are written where a reply goes, if there is a place.
 _SMALLEST_ZEROS = 2**16
 
 

@@ -319,9 +319,10 @@ class _Trial:
         yield out, 0.0
         weight = self._integers(128, outs, features, dtype=torch.int8)
         scale = torch.rand(outs, generator=self._generator)
-        for largest, digits in ((127.0, 1), (32_639.0, 2), (2.0**30, 4)):
-            asked = (number, x, *size[:2], largest, digits, weight, features, scale, bias, outs)
-            yield self._written("linear", *asked, to=y)
+        for digits, largest in enumerate((127.0, 32_639.0, 2.0**22, 2.0**30), start=1):
+            asked = (number, x, *size[:2], largest, digits, weight, features, scale)
+            finite = self._call("linear", *asked, bias if digits % 2 else 0, outs, y)
+            yield from ((y.clone(), 0.0), (torch.tensor([finite]), 0.0))
         for dim in (24, 64):  # of which tiles take the second alone
             yield from self._attention(number, dtype, dim)
 
@@ -331,18 +332,18 @@ class _Trial:
         r, u = self._integers(_RING, *size), self._integers(_RING, *size)
         low, high, vectors = (self._integers(_RING, 2, features) for _ in range(3))
         q, sent, drawn = (torch.empty_like(r) for _ in range(3))
-        scales, expected = torch.empty(rows), torch.empty(rows, 2, dtype=torch.int64)
+        scales, expected = torch.empty(rows), torch.zeros(rows, 2, dtype=torch.int64)
         for pad, of, to in ((0, (0, 0, 0), q), (r, (low, high, expected), sent)):
             asked = (number, x, *size, 32_639.0, scales, pad, 0, 0, *of, to)
             yield torch.tensor([self._call("encode", *asked)]), 0.0
-            yield from ((found.clone(), 0.0) for found in (scales, to))
-        yield expected.clone(), 0.0
+            yield from ((found.clone(), 0.0) for found in (scales, to, expected))
         # Drawn where it is added, by a variant that draws.
         streams, added = torch.arange(rows * STREAM.itemsize).to(torch.uint8), q.clone()
         if self._call("draw", streams, rows, 1, features, drawn.zero_()):
             asked = (number, x, *size, 32_639.0, scales, 0, streams, 1, low, high, expected, added)
+            scales.zero_(), expected.zero_()
             self._call("encode", *asked)
-        yield from ((found, 0.0) for found in (added - drawn, expected.clone()))
+        yield from ((found.clone(), 0.0) for found in (added - drawn, scales, expected))
         for upper in (high, 0):
             yield self._written("expect", q, *size, low, upper, to=expected)
         factor, out = torch.rand(features, generator=self._generator), torch.empty_like(x)

@@ -155,7 +155,7 @@ INLINE i32x16 total(const Sum& sum) { return load<i32x16>(sum.lanes); }
 
 // ---- digits ------------------------------------------------------------------------------------------
 
-// Rows of digits: int8 [digits][rows][deep], the lowest first, zeros behind `in`; and what is to be
+// Rows of digits: int8 [digits][rows][stride], the lowest first, zeros behind `in`; and what is to be
 // taken away from every output of a row. Rows are an odd number of cache lines apart: a power of two
 // has all of them in a few sets of a cache.
 struct Digits {

@@ -121,7 +121,7 @@ class Trial {
       kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, low.get(),
                       high.get(), expected.get(), sent.get(), pool_);
       keep(scales), keep(expected), keep(sent);
-      drawn(type, rows, in, x);
+      drawn(type, rows, in, x, low, high);
       for (const int32_t* pad : pads) {
         bool holds = kernels_.decode(type, y.get(), pad, rows, outs, scales.get(), factor.get(),
                                      bias.get(), out.get(), vectors.get(), expected.get(), pool_);
@@ -131,10 +131,10 @@ class Trial {
                         out.get(), nullptr, nullptr, pool_);
         keep(out);
       }
-      for (int digits = 1; digits <= 2; digits++) {
-        const float largest = digits == 1 ? 127.f : 32639.f;
-        kernels_.linear(type, x.get(), rows, in, largest, digits, weight.get(), stride, factor.get(),
-                        bias.get(), outs, out.get(), pool_);
+      for (int digits = 1; digits <= 4; digits++) {
+        const float largest[] = {127.f, 32639.f, 4194304.f, 1073741824.f};
+        kernels_.linear(type, x.get(), rows, in, largest[digits - 1], digits, weight.get(), stride,
+                        factor.get(), digits & 1 ? bias.get() : nullptr, outs, out.get(), pool_);
         keep(out);
       }
       // Without a pad, and then what is not finite.
@@ -150,19 +150,22 @@ class Trial {
     }
   }
 
-  // Pads that are drawn as they are added are those that were drawn before.
-  void drawn(Float type, int64_t rows, int64_t in, const Buffer<char>& x) {
+  // Pads that are drawn as they are added are those that were drawn before, and so are the sums.
+  void drawn(Float type, int64_t rows, int64_t in, const Buffer<char>& x, const Buffer<int32_t>& low,
+             const Buffer<int32_t>& high) {
     const int64_t parts = 2;
     auto words = integers_of<uint64_t>(rows * parts * (sizeof(Stream) / sizeof(uint64_t)));
     auto* streams = reinterpret_cast<const Stream*>(words.get());
     Buffer<int32_t> r(rows * in), before(rows * in), after(rows * in);
     if (!kernels_.draw(streams, rows, parts, in, r.get(), pool_)) return;
     Buffer<float> scales(rows);
-    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, nullptr,
-                    nullptr, nullptr, before.get(), pool_);
-    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), nullptr, streams, parts, nullptr,
-                    nullptr, nullptr, after.get(), pool_);
+    Buffer<uint64_t> sums(rows * CHECKS), again(rows * CHECKS);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), r.get(), nullptr, 0, low.get(),
+                    high.get(), sums.get(), before.get(), pool_);
+    kernels_.encode(type, x.get(), rows, in, 127.f, scales.get(), nullptr, streams, parts, low.get(),
+                    high.get(), again.get(), after.get(), pool_);
     if (memcmp(before.get(), after.get(), before.bytes())) abort();
+    if (memcmp(sums.get(), again.get(), sums.bytes())) abort();
   }
 
   void floats(Float type, int64_t rows, int64_t features) {
