@@ -288,8 +288,7 @@ class Checkpoint:
         found = torch.empty((len(wanted), *entry.shape[1:]), dtype=TORCH_DTYPES[entry.dtype])
         for rows, block in self._read(name, wanted):
             first, last = bisect_left(wanted, rows.start), bisect_left(wanted, rows.stop)
-            inside = block[wanted[first] - rows.start :: step]
-            found[first:last] = inside[: last - first]
+            found[first:last] = block[wanted[first] - rows.start :: step][: last - first]
         return found
 
     def digest(self, start: bytes, tensors: Shapes, rows: int) -> str:

@@ -150,8 +150,8 @@ def quantize_rows(weight: torch.Tensor, where: str = "weight") -> tuple[torch.Te
     """
     exact = weight.to(torch.float32)
     largest = exact.abs().amax(dim=1)
-    finite = torch.isfinite(largest).all()  # amax passes NaN on
-    ModelError.unless(finite, where, "NaN or infinity", "finite weights")
+    # amax passes NaN on.
+    ModelError.unless(largest.isfinite().all(), where, "NaN or infinity", "finite weights")
     scale = largest / INT8_MAX
     scale = torch.where(scale < _SMALLEST_SCALE, torch.ones_like(scale), scale)
     rounded = (exact / scale[:, None]).round_().clamp_(-INT8_MAX, INT8_MAX)

@@ -559,7 +559,8 @@ class Served:
             if self._ask("GET", "/health", b"", {}) == 200:
                 return True
             while self.quarantined:
-                self.quarantined.pop().quarantined = None
+                one = self.quarantined.pop()
+                one.options.barred.pop(one.endpoint, None)
             return False
 
         until(healthy)

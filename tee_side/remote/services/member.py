@@ -139,7 +139,8 @@ class ConnectOptions:
     asked of it for some layers, and raises ModelMismatchError or ReplyError. `link`: what each
     channel is wrapped in. `timeout_s`: deadline of a request that names none. `appraise`: takes an
     endpoint, its statement and the nonce that it is of, and raises EvidenceError; None: services
-    need not prove what they are.
+    need not prove what they are. `barred`: the endpoints that nobody asks again who goes by these
+    options, on whichever thread, and why.
     """
 
     open: Callable[[str], PendingChannel]
@@ -147,6 +148,7 @@ class ConnectOptions:
     link: ChannelWrapper | None = None
     timeout_s: float = 60.0
     appraise: Callable[[str, bytes, bytes], None] | None = None
+    barred: dict[str, TsqpError] = field(default_factory=dict)
 
 
 # The service processes of a run, by the instance id that each gives itself: the dealer's number,
@@ -185,7 +187,6 @@ class Member:
     traffic: Traffic
     session: Session | None = None
     error: TsqpError | None = None
-    quarantined: TsqpError | None = None
     # What it said of itself in the last handshake, for people.
     reply: InitReply | None = field(default=None, repr=False)
     # A connection on which Init was asked, until when its answer is waited for, and its nonce.
@@ -193,6 +194,11 @@ class Member:
         default=None, init=False, repr=False
     )
     _next_attempt: float = field(default=0.0, init=False)
+
+    @property
+    def quarantined(self) -> TsqpError | None:
+        """Why it is asked no more; None where it may be."""
+        return self.options.barred.get(self.endpoint)
 
     def try_connect(self, until: float) -> bool:
         """Try to connect and to pass the handshake, until then; True once that is done.
@@ -259,9 +265,8 @@ class Member:
     def quarantine(self, error: TsqpError) -> None:
         """Never ask it again. The session: as in `lose`."""
         self.lose(error)
-        if self.quarantined is None:
+        if self.options.barred.setdefault(self.endpoint, error) is error:
             self.log("service_quarantined", error)
-        self.quarantined = error
 
     def log(self, event: str, error: TsqpError | None = None) -> None:
         """Log what became of it, and why."""

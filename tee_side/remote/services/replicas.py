@@ -109,8 +109,9 @@ class Replicas(Channel):
         """See `Channel.start`. Never waits for a service: that is for `wait` to do."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         in_flight = InFlight(prepared, payload, time.monotonic() + timeout_s, timeout_s)
-        session = self.current.session
-        if session is not None:  # as in `Failover.send`, in fewer calls
+        session, options = self.current.session, self.current.options
+        # As in `Failover.send`, in fewer calls.
+        if session is not None and self.endpoint not in options.barred:
             try:
                 in_flight.inner_id = session.channel.start(prepared, payload, timeout_s)
                 in_flight.session = session

@@ -26,6 +26,8 @@ from protocol.messages import SegmentRequest
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import from_torch
 from tee_side.remote.services import member
+from tee_side.remote.services.connected import Services
+from tee_side.remote.services.member import ConnectOptions
 from tee_side.remote.services.plan import ReplicaGroup
 from tee_side.remote.services.replicas import aggregate_errors
 from tests.kit.fakes import (
@@ -292,6 +294,22 @@ def test_a_wrong_result_ends_a_service_for_the_rest_of_the_run(world: World) -> 
     assert last.value is error
     with pytest.raises(VerificationError, match="a: a wrong product; b: a wrong product"):
         replicas.start(*ask())
+
+
+def test_who_is_barred_on_one_thread_is_asked_on_no_other(world: World) -> None:
+    """A dealer that a prompt caught lying is not asked for pads ahead, nor the other way round."""
+    (a,), options = world.add("a"), ConnectOptions(world.open, world.verify, timeout_s=5.0)
+    world.made += [Services([ReplicaGroup(0, 0, 0, ("a",))], 1, options) for _ in range(2)]
+    for services in world.made:
+        services.connect(1.0)
+    first, second = (services.at(0)[0] for services in world.made)
+    waits = second.start(*ask())
+    with pytest.raises(VerificationError):
+        first.distrust(call(first, ask()), wrong())
+    second.wait(waits)  # what it was asked for before, and is verified as ever
+    with pytest.raises(VerificationError, match="a wrong product"):
+        second.start(*ask())
+    assert len(a.got) == 2
 
 
 def test_bad_bytes_before_a_loss_end_a_service_for_the_rest_of_the_run(world: World) -> None:
