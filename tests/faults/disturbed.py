@@ -29,6 +29,11 @@ class Peer:
     service: Service
     proxy: Proxy | None = None
 
+    @property
+    def link(self) -> Proxy:
+        assert self.proxy is not None
+        return self.proxy
+
     def kill(self) -> None:
         self.service.kill()
 
@@ -86,11 +91,13 @@ class Disturbed:
         *,
         proxied: bool = False,
         timeout_s: float = PATIENT_S,
+        dealt: bool = False,
         at: str = "",
     ) -> None:
         """Go through some faults in one session with a service over each scheme.
 
-        One that waits for less than is usual may end by an error. `at`: added to names of faults.
+        One that waits for less than is usual may end by an error. `dealt`: its pads are, by a
+        dealer that is well. `at`: added to names of faults.
         """
         chance, (ids,) = random.Random(seed), prompts(1, 6, seed)
         with ExitStack() as stack:
@@ -104,8 +111,12 @@ class Disturbed:
                     peer.proxy = stack.enter_context(Proxy(endpoint))
                     endpoint = peer.proxy.endpoint
                 peers[endpoint] = peer
-            run = settings(list(peers), request_timeout_s=timeout_s)
+            dealer = start(workers).endpoint if dealt else ""
+            run = settings(list(peers), dealer, request_timeout_s=timeout_s)
             runner = stack.enter_context(Runner(run))
+            # Whose pads are dealt asks for more now than with some in stock.
+            self.generate(runner, ids, "before all")
+            sent.strike({})
             usual = self.generate(runner, ids, "before all")
             step_s, requests = percentile(usual.gaps_s, 50), len(sent.to())
             for fault in faults:

@@ -3,14 +3,12 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, closing, contextmanager, suppress
 from unittest.mock import patch
 
 import torch
 
 from protocol.errors import TsqpError
-from tee_side.policy.placement import load_policy
 from tee_side.protect.pads.store import PadStore
 from tee_side.runner import Runner
 from tests.faults.disturbed import TOKENS, Disturbed, Fault, Peer
@@ -18,12 +16,16 @@ from tests.faults.row import Found, Row
 from tests.kit.demo import DEMO, expected, prompts, settings, start, watched
 from tests.kit.lie import Lying
 from tests.kit.model import LoopbackChannel, assemble
+from tests.kit.proxy import CLEAN, Proxy
+from tests.kit.proxy import Fault as LinkFault
 from tests.kit.service import Workers
 
 _TIMEOUT_S, _GRACE_S = 2.0, 1.0
+SLOW = LinkFault(bytes_per_s=10_000)
 FAULTS = (
     Fault("kill -9", Peer.kill, Peer.restart),
     Fault("SIGSTOP", lambda peer: peer.service.freeze(), lambda peer: peer.service.thaw()),
+    Fault("10 kB/s", lambda peer: peer.link.set(SLOW), lambda peer: peer.link.set(CLEAN)),
 )
 LIES = (
     lambda u: u + 1,
@@ -56,19 +58,17 @@ def drawn() -> Iterator[Counter[tuple[int, int, int]]]:
     "in turns, at random requests of a generation under dealt",
     "outputs identical, or one typed error within 1 s of the deadline, and the next is right;"
     " lies: 0 accepted; 0 pads reused",
-    short=4,
+    short=6,
     long=100,
     minutes=5,
 )
 def dealer_faults(count: int, full: bool) -> Found:
     """Disturb the dealer so often, half of the times by a lie, each in a run of its own."""
     found, lies, accepted = Disturbed(), 0, 0
-    with Workers() as workers, watched() as sent, drawn() as pads:
+    with Workers() as workers, watched() as sent, drawn() as pads, ExitStack() as stack:
         service, dealer = start(workers).endpoint, Peer(workers, start(workers))
-        named: dict[str, Any] = {"dealers": (dealer.service.endpoint,), "dealer_in_the_clear": True}
-        run = settings(
-            [service], policy=load_policy("dealt"), request_timeout_s=_TIMEOUT_S, **named
-        )
+        proxy = dealer.proxy = stack.enter_context(Proxy(dealer.service.endpoint))
+        run = settings([service], proxy.endpoint, request_timeout_s=_TIMEOUT_S)
         for number in range(count // 2):
             chance, (ids,) = random.Random(number), prompts(1, 6, number)
             fault = FAULTS[number % len(FAULTS)]

@@ -42,11 +42,13 @@ KILL = Fault("kill -9", Peer.kill, Peer.restart)
     minutes=4,
 )
 def worker_killed(count: int, full: bool) -> Found:
-    """Kill the service in use so often, each time in another generation of one session."""
+    """Kill the service in use so often, each time in another generation of one of two sessions."""
     found = Disturbed()
     with Workers() as workers, watched() as sent:
         # One of each: after every hit it is the other one that is asked, and then killed.
-        found.session(workers, sent, ("tcp", "shm"), [KILL] * count, 10)
+        for dealt in (False, True):
+            kills = [KILL] * ((count + (not dealt)) // 2)
+            found.session(workers, sent, ("tcp", "shm"), kills, 10, dealt=dealt)
     counts, times_s = found.counts, found.times_s
     p95_s = percentile(times_s, 95)
     return Found(
@@ -91,7 +93,8 @@ def only_worker_killed(count: int, full: bool) -> Found:
         ]
         timeout_s = PATIENT_S if patient else _IMPATIENT_S if full else _IMPATIENT_SHORT_S
         scheme = "shm" if number in (1, 2) else "tcp"
-        found.session(workers, sent, (scheme,), faults, number, timeout_s=timeout_s)
+        how: dict[str, Any] = {"timeout_s": timeout_s, "dealt": number in (0, 3)}
+        found.session(workers, sent, (scheme,), faults, number, **how)
 
     with Workers() as workers, watched() as sent, ThreadPoolExecutor(lanes) as pool:
         list(pool.map(lane, range(lanes)))

@@ -27,11 +27,11 @@ from protocol.native import usable_cores
 from protocol.tensors import from_torch
 from protocol.transport import open_channel
 from protocol.zmq_channel import ZmqChannel
-from tests.faults.disturbed import Disturbed, Fault, Peer
+from tests.faults.disturbed import Disturbed, Fault
 from tests.faults.row import Found, Row
 from tests.kit.demo import watched
 from tests.kit.model import SavedModel
-from tests.kit.proxy import CLEAN, HOLD, Proxy
+from tests.kit.proxy import CLEAN, HOLD
 from tests.kit.service import ENVIRONMENT, Forked, Workers, running_service
 from tests.kit.wire import tensor_reply
 from tsqp.key_files import new_key_pair
@@ -41,20 +41,15 @@ _LIMIT_S = 2.0
 _SIDE_BY_SIDE = min(8, 2 * usable_cores())
 
 
-def _proxy(peer: Peer) -> Proxy:
-    assert peer.proxy is not None
-    return peer.proxy
-
-
 FAULTS = (
     Fault("SIGSTOP", lambda peer: peer.service.freeze(), lambda peer: peer.service.thaw()),
-    Fault("half-open", lambda peer: _proxy(peer).half_open(), lambda _: None),
+    Fault("half-open", lambda peer: peer.link.half_open(), lambda _: None),
     # A hole of a second may heal before heartbeats notice it: then it is only waited for.
     *(
         Fault(
             f"black hole of {s:g} s",
-            lambda peer: _proxy(peer).set(HOLD),
-            lambda peer: _proxy(peer).set(CLEAN),
+            lambda peer: peer.link.set(HOLD),
+            lambda peer: peer.link.set(CLEAN),
             s,
         )
         for s in (1.0, 5.0, 30.0)
@@ -81,7 +76,8 @@ def peer_stopped(count: int, full: bool) -> Found:
         points = over_unix if at else count - over_unix
         share = [faults[place % len(faults)] for place in range(lane, points, lanes)]
         schemes, seed = ("unix" if at else "tcp",) * 2, 2 * lane + bool(at)
-        found.session(workers, sent, schemes, share, seed, proxied=True, at=at)
+        dealt = (lane + bool(at)) % 2 == 1
+        found.session(workers, sent, schemes, share, seed, proxied=True, dealt=dealt, at=at)
 
     with Workers() as workers, watched() as sent, ThreadPoolExecutor(2 * lanes) as pool:
         list(pool.map(session, [*range(lanes)] * 2, [""] * lanes + [" over unix"] * lanes))

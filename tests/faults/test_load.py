@@ -58,13 +58,15 @@ class Slow:
     windows: list[tuple[Fault, bool, float, float]] = field(default_factory=list)
 
     @contextmanager
-    def client(self, endpoint: str, fault: Fault, deadline_s: float) -> Iterator[threading.Event]:
+    def client(
+        self, endpoint: str, dealer: str, fault: Fault, deadline_s: float
+    ) -> Iterator[threading.Event]:
         """Have a client ask through a proxy with a fault; yield what is set once some has ended."""
         stop, ended = threading.Event(), threading.Event()
         (ids,) = prompts(1, 6, seed=3)
 
         def session() -> None:
-            run = settings([proxy.endpoint], request_timeout_s=deadline_s)
+            run = settings([proxy.endpoint], dealer, request_timeout_s=deadline_s)
             with Runner(run) as runner:
                 proxy.set(fault)
                 while not stop.is_set():
@@ -123,9 +125,9 @@ def slow_peer(count: int, full: bool) -> Found:
     """
     slow, faults = Slow(), list((FAULTS if full else SHORT_FAULTS).values())
     with Workers() as workers:
-        shared, other = start(workers), start(workers)
+        shared, other, dealer = start(workers), start(workers), start(workers).endpoint
         texts = {ids: expected(ids, 16) for ids in prompts(2, 6, seed=5)}
-        with crowds(shared.endpoint, [texts], apart=full) as running:
+        with crowds(shared.endpoint, [texts], apart=full, dealer=dealer) as running:
             # In fewer windows 10 % is noise: a share has as many.
             for place in range(max(count, 12) if full else count):
                 fault = faults[place % 2]
@@ -133,7 +135,8 @@ def slow_peer(count: int, full: bool) -> Found:
                 # What drifts meanwhile is the same for both.
                 for turn, here in enumerate((True, False, False, True) if full else (True,)):
                     endpoint = shared.endpoint if here else other.endpoint
-                    with slow.client(endpoint, fault, deadline_s) as ended:
+                    theirs = dealer if place % 3 == 1 else ""
+                    with slow.client(endpoint, theirs, fault, deadline_s) as ended:
                         # It connects, which takes the processor and not the service.
                         time.sleep(_SETTLE_S if full else 0.0)
                         began = time.monotonic()
@@ -195,17 +198,19 @@ def load(count: int, full: bool) -> Found:
     parts = [dict(list(texts.items())[first::processes]) for first in range(processes)]
     rss: list[tuple[float, int]] = []
     with Workers() as workers, tempfile.TemporaryDirectory(prefix="tsqp-soak-") as folder:
-        log = Path(folder) / "log"
-        worker = start(workers, "--metrics", "127.0.0.1:0", log=log)
-        with crowds(worker.endpoint, parts, apart=full) as running:
+        logs = [Path(folder, name) for name in ("service", "dealer")]
+        worker, dealer = (start(workers, "--metrics", "127.0.0.1:0", log=log) for log in logs)
+        with crowds(worker.endpoint, parts, apart=full, dealer=dealer.endpoint) as running:
             until = time.monotonic() + (count * _SECONDS_EACH if full else 0.5)
             while (now := time.monotonic()) < until:
                 rss.append((now, resident_bytes(worker.pid)))
                 time.sleep(min(1.0, max(0.01, until - now)))
         found = [one.result() for one in running]
-        url = log.read_text(encoding="utf-8").split("url=", 1)[1].split()[0]
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            answered = _REQUESTS.findall(reply.read().decode())
+        answered: list[tuple[str, str, str]] = []
+        for log in logs:
+            url = log.read_text(encoding="utf-8").split("url=", 1)[1].split()[0]
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                answered += _REQUESTS.findall(reply.read().decode())
     done = sum(int(float(n)) for _, method, n in answered if method not in ("Init", "Health"))
     counts = sum((one.counts for one in found), Counter())
     slopes = [relative_slope(rss), *(relative_slope(one.rss) for one in found)]

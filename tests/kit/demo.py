@@ -35,7 +35,6 @@ from tests.kit.service import Service, Workers
 from tsqp.run.settings import model_directory
 
 DEMO = model_directory("demo")
-POLICY = "shielded"
 Tokens = tuple[int, ...]
 
 
@@ -59,10 +58,14 @@ def prompts(count: int, length: int, seed: int = 1) -> list[Tokens]:
     return list(found)
 
 
-def settings(gpu: Sequence[str], **more: Any) -> RunnerSettings:
-    """Return the settings of a runner of the demo model. `more`: other fields of them."""
-    policy, engine = load_policy(POLICY), EngineSettings(step_tokens=64)
-    given = {"threads": 1, "policy": policy, "engine": engine, **more}
+def settings(gpu: Sequence[str], dealer: str = "", **more: Any) -> RunnerSettings:
+    """Return the settings of a runner of the demo model. `more`: other fields of them.
+
+    It is shielded, or dealt where there is a dealer.
+    """
+    policy, engine = load_policy("dealt" if dealer else "shielded"), EngineSettings(step_tokens=64)
+    dealt = {"dealers": (dealer,), "dealer_in_the_clear": True} if dealer else {}
+    given = {"threads": 1, "policy": policy, "engine": engine, **dealt, **more}
     return RunnerSettings(model=DEMO, gpu=tuple(gpu), **given)
 
 
@@ -232,12 +235,21 @@ def _set_times(times: _Times) -> None:
     _TIMES[:] = [times]
 
 
-def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
-    """Generate until told to stop. `texts`: each session's prompt, and what the model says."""
+def _round_trips(runner: Runner) -> int:
+    """Return how many there were, those for pads ahead among them."""
+    ahead = getattr(runner._assembly.dealers_at, "__self__", None)
+    return runner.totals().round_trips + (ahead.traffic.round_trips if ahead else 0)
+
+
+def run_crowd(gpu: str, dealer: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
+    """Generate until told to stop. `texts`: each session's prompt, and what the model says.
+
+    Where there is a dealer, every second session has its pads from it.
+    """
     found, lock, (times,) = Crowd(), threading.Lock(), _TIMES
 
     def one(runner: Runner, ids: Tokens) -> None:
-        right, before = texts[ids], runner.totals().round_trips
+        right, before = texts[ids], _round_trips(runner)
         while not times.stop.is_set():
             said = generate(runner, ids, len(right))
             ended = time.monotonic()
@@ -249,10 +261,13 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
                     at += gap_s
                     found.steps.append((at, gap_s))
         with lock:
-            found.counts["round_trips"] += runner.totals().round_trips - before
+            found.counts["round_trips"] += _round_trips(runner) - before
 
     with ExitStack() as stack:
-        runners = [stack.enter_context(Runner(settings([gpu]))) for _ in texts]
+        runners = [
+            stack.enter_context(Runner(settings([gpu], dealer if number % 2 else "")))
+            for number in range(len(texts))
+        ]
         pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
         times.ready.wait(_READY_S)
         ended = [pool.submit(one, *pair) for pair in zip(runners, texts, strict=True)]
@@ -265,11 +280,11 @@ def run_crowd(gpu: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
 
 @contextmanager
 def crowds(
-    gpu: str, parts: Sequence[Mapping[Tokens, Tokens]], *, apart: bool
+    gpu: str, parts: Sequence[Mapping[Tokens, Tokens]], *, apart: bool, dealer: str = ""
 ) -> Iterator[list[Future[Crowd]]]:
     """Run a crowd of each part from when all are connected to the end of the block.
 
-    `apart`: each in a process of its own.
+    `apart`: each in a process of its own. `dealer`: see `run_crowd`.
     """
     context = get_context("spawn")
     times = _Times(context.Barrier(len(parts) + 1), context.Event())
@@ -277,7 +292,7 @@ def crowds(
     if apart:
         make = partial(ProcessPoolExecutor, mp_context=context)
     with make(len(parts), initializer=_set_times, initargs=(times,)) as pool:
-        found = [pool.submit(run_crowd, gpu, part) for part in parts]
+        found = [pool.submit(run_crowd, gpu, dealer, part) for part in parts]
         try:
             times.ready.wait(_READY_S)
             yield found

@@ -266,11 +266,11 @@ def test_layers_that_differ_under_pads(saved_model: Models, tmp_path: Path) -> N
     head = 'name = "layered"\nsummary = ""\narithmetic = "int8"\n[operators]\n'
     path.write_text(head + "\n".join(lines))
     words = f"plan {model} --gpu h100 --tee-cores 1 --transport unix --link 10,100 --json"
-    words += f" --prompt-tokens {PROMPT} --context {CONTEXT} --policy {path}"
+    words += f" --prompt-tokens {PROMPT} --context {CONTEXT} --policy {path} --policy dealt"
     result = CliRunner().invoke(command, words.split(), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = PlanReport.model_validate_json(result.stdout)
-    found, alone = report.policies
+    found, dealt, alone = report.policies
     assert alone.policy == "tee-only-int8"
     # RPCs and bytes are those that `tsqp explain` counts of the whole model.
     sizes: dict[str, Any] = {"context": CONTEXT, "prompt_tokens": PROMPT, "step_tokens": 512}
@@ -287,3 +287,7 @@ def test_layers_that_differ_under_pads(saved_model: Models, tmp_path: Path) -> N
     assert min(busy["masks and checks"], busy["TEE weights"]) > 0
     assert found.pads is not None
     assert (found.pads.phases, alone.pads) == (("prefill", "decode"), None)
+    told = explain(model, load_policy("dealt"), **sizes)
+    assert (dealt.prefill.rpcs, dealt.decode.rpcs) == (told.prefill.rpcs, told.decode.rpcs)
+    assert dealt.pads is not None
+    assert dealt.pads.phases == ("decode",)

@@ -72,6 +72,7 @@ def test_a_bank_that_will_not_fit_is_refused_before_anything_is_made(tmp_path: P
         ({"model_digest": "c" * 64, "model": "other"}, "bank: model: got pads for tiny, expected"),
         ({"linear_digest": "d" * 64}, "bank: model: got pads for tiny, whose files have changed"),
         ({"mask": "pad bits=8"}, "bank: mask: got pad, expected pad bits=8"),
+        ({"dealers": ("a", "b")}, "bank: dealers: got none, expected a and b"),
         (
             {"sites": (LAYOUT.sites[0], SiteShape(1, "qkv_proj", 2, 6))},
             "bank: layout, layer 1 qkv_proj: got 2 -> 5, expected 2 -> 6",
