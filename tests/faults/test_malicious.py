@@ -228,8 +228,9 @@ def parties(directory: Path, *, over_shm: bool) -> Iterator[Parties]:
 
         def with_spare() -> list[Channel]:
             group = ReplicaGroup(0, 0, layers - 1, endpoints)
-            options = ConnectOptions(dial, check.verify, timeout_s=deadline[0])
             while True:
+                # Whom one run bars, the next one asks.
+                options = ConnectOptions(dial, check.verify, timeout_s=deadline[0])
                 connected = Services([group], layers, options)
                 try:
                     connected.connect(_DEADLINE_S)
