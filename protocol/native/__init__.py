@@ -281,8 +281,8 @@ class _Trial:
         outs, features = 83, 201
         random = self._integers(128, outs, features, dtype=torch.int8)
         weights = (random, torch.full_like(random, -128))
-        # Few; many; and many where there are tiles for them.
-        for rows, (digits, low, high) in product((1, 3, 9, 33), _EXTREMES):
+        # Few, 8 together as well; many; and many where there are tiles for them.
+        for rows, (digits, low, high) in product((1, 3, 8, 9, 33), _EXTREMES):
             size = (rows, features)
             elements = (
                 self._integers(min(high, _RING), *size),

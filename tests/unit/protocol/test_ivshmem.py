@@ -326,10 +326,8 @@ def test_replies_that_are_lent_are_copied_when_the_memory_is_left(
     with IvshmemChannel(endpoint, timeout_s=20) as channel:
         assert [_call(channel, listener) for _ in range(2)] == [False, True]
         ids = [channel.start(prepared, torch.ones(8)) for _ in range(2)]
-        good, timing = (
-            TensorReply(output=from_torch(torch.ones(1))),
-            Timing(queue_us=1, compute_us=1),
-        )
+        good = TensorReply(output=from_torch(torch.ones(1)))
+        timing = Timing(queue_us=1, compute_us=1)
         for request_id in ids:
             reply = encode_reply("framed", request_id, "LMHead", good, timing)
             listener.send(take(listener).route, reply)
