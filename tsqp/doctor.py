@@ -47,11 +47,11 @@ _EXTRAS = {
 _CPU_FEATURES = {
     "avx2": "vector instructions that torch's CPU kernels expect",
     "avx512f": "wider ones",
-    "avx512_bf16": "fast bfloat16 products",
+    "avx512_bf16": "fast bfloat16 products, which avx512 has to have",
     "aes": "pads are drawn in the kernels, which avx2 has to have",
-    "vaes": "the same, which avx512 has to have",
+    "vaes": "the same, which vnni and avx512 have to have",
     "avx_vnni": "fast int8 products",
-    "avx512_vnni": "fast int8 products, wider",
+    "avx512_vnni": "fast int8 products, wider, which vnni has to have",
     "amx_int8": "fast int8 matrix tiles",
     "amx_bf16": "fast bfloat16 matrix tiles",
 }

@@ -3,6 +3,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,aes,vaes")
 #pragma GCC target("amx-tile,amx-int8,amx-bf16")
 #define WITH_AVX512
+#define WITH_BF16
 #define WITH_AES
 #define WITH_AMX
 // GCC 12 warns of the undefined operand in its own intrinsics (its bug 105593).

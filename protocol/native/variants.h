@@ -10,6 +10,9 @@ extern const Kernels table;
 namespace avx2 {
 extern const Kernels table;
 }
+namespace vnni {
+extern const Kernels table;
+}
 namespace avx512 {
 extern const Kernels table;
 }
@@ -27,11 +30,11 @@ struct Variant {
 // The best one last.
 static inline const Variant* variants(int* count) {
 #if defined(__x86_64__)
-  static const bool avx512_here =
+  static const bool vnni_here =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
-      __builtin_cpu_supports("vaes");
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("vaes");
+  static const bool avx512_here = vnni_here && __builtin_cpu_supports("avx512bf16");
   // Whether the system saves tiles (XCR0) is part of what a processor supports; it is asked last.
   static const bool amx_here = avx512_here && __builtin_cpu_supports("amx-tile") &&
                                __builtin_cpu_supports("amx-int8") &&
@@ -42,6 +45,7 @@ static inline const Variant* variants(int* count) {
 #if defined(__x86_64__)
       {&avx2::table, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                           __builtin_cpu_supports("aes")},
+      {&vnni::table, vnni_here},
       {&avx512::table, avx512_here},
       {&amx::table, amx_here},
 #endif

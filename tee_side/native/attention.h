@@ -7,7 +7,7 @@
 #pragma once
 
 #include "../../protocol/native/tasks.h"
-#if defined(WITH_AMX) && defined(WITH_AVX512)
+#if defined(WITH_AMX)
 #include "attention_tiles.h"
 #endif
 
@@ -36,7 +36,7 @@ template <class T>
 struct MathOf {
   typedef Floats type;
 };
-#if defined(WITH_AVX512)
+#if defined(WITH_BF16)
 struct Pairs {
   typedef uint32_t Element;
   static constexpr int64_t WIDTH = 2;
@@ -56,7 +56,7 @@ template <class T>
 INLINE i32x16 elements(const Floats*, const T* row, int64_t k, int64_t dim) {
   return bits_of<i32x16>(load_floats(row + k, dim - k));
 }
-#if defined(WITH_AVX512)
+#if defined(WITH_BF16)
 INLINE i32x16 elements(const Pairs*, const bf16* row, int64_t k, int64_t dim) {
   if (2 * k + 2 * LANES <= dim) return load<i32x16>(row + 2 * k);
   bf16 some[2 * LANES] = {};
@@ -90,7 +90,7 @@ INLINE void pack_values(const Floats*, const T* values, int64_t count, int64_t d
       store(to + j * wide + k, j < count && k < dim ? load_floats(values + j * dim + k, dim - k)
                                                     : broadcast(0.f));
 }
-#if defined(WITH_AVX512)
+#if defined(WITH_BF16)
 INLINE void pack_values(const Pairs*, const bf16* values, int64_t count, int64_t dim, int64_t wide,
                         uint32_t* to) {
   // 32 elements of a row from k on; zeros behind `dim`, and of rows that are not there.
@@ -156,7 +156,7 @@ template <class M>
 INLINE void multiply_queries(int64_t queries, const typename M::Element* one, int64_t one_stride,
                              const typename M::Element* lanes, int64_t wide, int64_t depth,
                              float* out, int64_t out_stride, int vectors, bool add) {
-#if defined(WITH_AMX) && defined(WITH_AVX512)
+#if defined(WITH_AMX)
   if constexpr (M::WIDTH == 2)
     if (depth % TILE_PAIRS == 0 && vectors % TILE_VECTORS == 0)
       return multiply_queries_tiled(queries, one, one_stride, lanes, wide, depth, out, out_stride,

@@ -10,6 +10,7 @@
 #include "emulated_tiles.h"
 
 #if defined(WITH_AVX512)
+#define WITH_BF16
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma")
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"

@@ -34,7 +34,7 @@ Threads: TypeAlias = Annotated[int, Interval(ge=1, le=1024)]
 Seconds: TypeAlias = Annotated[float, Interval(gt=0, le=3600)]
 Microseconds: TypeAlias = Annotated[float, Interval(ge=0, le=1e6)]
 Text: TypeAlias = Annotated[str, MinLen(1)]
-Kernels: TypeAlias = Literal["auto", "torch", "portable", "avx2", "avx512", "amx"]
+Kernels: TypeAlias = Literal["auto", "torch", "portable", "avx2", "vnni", "avx512", "amx"]
 
 
 @dataclass(frozen=True, kw_only=True)
