@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import chain
 
+import numpy
 import torch
 
 from protocol.channel import Channel
@@ -51,25 +52,26 @@ class Asked:
 
     def __init__(self, site: SiteShape, request: PreparedRequest) -> None:
         self.site, self._request = site, request
-        self._waiting: list[tuple[int, Channel, Seed, int]] = []
+        # The dealer, the group of rows, whom it was asked by, for what, and the request's id.
+        self._waiting: list[tuple[int, int, Channel, Seed, int]] = []
 
     def ask(self, channels: Sequence[Channel], batch: MadePads) -> None:
         """Send each dealer its seeds of a batch. Raises what sending raises."""
         for dealer, channel in enumerate(channels):
-            for key in batch.seeds(dealer, self.site.number):
+            for group, key in enumerate(batch.seeds(dealer, self.site.number)):
                 seed = Seed(key, (batch.group, self.site.in_features))
                 asked = channel.start(*seed.crossing(self._request))
-                self._waiting.append((dealer, channel, seed, asked))
+                self._waiting.append((dealer, group, channel, seed, asked))
 
-    def taken(self, check: ExactCheck | None) -> torch.Tensor:
-        """Return u, the sum over dealers; each one's part is checked.
+    def take(self, check: ExactCheck | None, u_NO: torch.Tensor) -> None:
+        """Write u, the sum over dealers, to `u_NO`; each one's part is checked.
 
         Raises VerificationError or ReplyError for one that lies, which is not asked again, and what
         waiting for replies raises.
         """
-        found: dict[int, list[torch.Tensor]] = {}
+        groups = u_NO.numpy().reshape(-1, *self._request.reply_shape)
         while self._waiting:
-            dealer, channel, seed, asked = self._waiting[0]
+            dealer, group, channel, seed, asked = self._waiting[0]
             exchange = channel.wait(asked)
             del self._waiting[0]
             try:
@@ -77,17 +79,21 @@ class Asked:
             except ReplyError as of_another_form:
                 channel.distrust(exchange, of_another_form)
                 raise
-            if check is not None and not holds_in_ring(check, seed.elements(), part):
+            # Read once where the dealer may still write, and checked where it may not.
+            own = numpy.empty_like(groups[group]) if dealer else groups[group]
+            numpy.copyto(own, part.numpy())
+            u_TO = torch.from_numpy(own)
+            if check is not None and not holds_in_ring(check, seed.elements(), u_TO):
                 where = f"pads of {self.site} from {exchange.endpoint}"
                 error = VerificationError(where, "a wrong product", _EXPECTED)
                 channel.distrust(exchange, error)
                 raise error
-            found.setdefault(dealer, []).append(part)
-        return reduce(torch.add, (p[0] if len(p) == 1 else torch.cat(p) for p in found.values()))
+            if dealer:
+                groups[group] += own
 
     def abandon(self) -> None:
         """Wait for no reply any more."""
-        for _, channel, _, asked in self._waiting:
+        for _, _, channel, _, asked in self._waiting:
             channel.abandon(asked)
 
 
@@ -111,9 +117,10 @@ class Dealing:
 
         @lru_cache(maxsize=4 * config.num_hidden_layers + 1)
         def prepared(site: SiteShape, rows: int) -> PreparedRequest:
-            return ring_request(
-                config, site.site, WireTensor("int32", (rows, site.in_features), b"")
-            )
+            elements = WireTensor("int32", (rows, site.in_features), b"")
+            found = ring_request(config, site.site, elements)
+            found.read_once = True
+            return found
 
         self._prepared = prepared
 
@@ -129,11 +136,11 @@ class Dealing:
             for site in batch.layout.sites:
                 self._refuse_liars()
                 while asked and (len(asked) + 1) * of_site > most:
-                    yield self._taken(asked)
+                    yield self._taken(asked, batch)
                 asked.append(Asked(site, self._prepared(site, batch.group)))
                 asked[-1].ask(self._channels_at(site.layer), batch)
             while asked:
-                yield self._taken(asked)
+                yield self._taken(asked, batch)
             self._refuse_liars()
         except TsqpError as error:
             self.failure = error
@@ -157,8 +164,9 @@ class Dealing:
         if self._lied is not None:
             raise self._lied
 
-    def _taken(self, asked: deque[Asked]) -> tuple[SiteShape, torch.Tensor]:
+    def _taken(self, asked: deque[Asked], batch: MadePads) -> tuple[SiteShape, torch.Tensor]:
         first = asked[0]
-        found = first.taken(self._check_of(first.site.site))
+        u_NO = batch.room(first.site.number)
+        first.take(self._check_of(first.site.site), u_NO)
         asked.popleft()
-        return first.site, found
+        return first.site, u_NO

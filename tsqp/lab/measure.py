@@ -112,18 +112,15 @@ def peak_bytes(pid: int | str = "self") -> int:
     return int(found[1]) * 1024
 
 
-def cpu_ns(pid: int | str = "self") -> int:
-    """Return the CPU time of all threads of a process so far. Raises ProcessError if it has ended.
+def cpu_ns(pid: int = 0) -> int:
+    """Return the CPU time of a process so far, of threads that have ended as well. 0: this one.
 
-    From the scheduler: `times` counts in hundredths of a second, which is two decoded tokens.
+    Raises ProcessError if it has ended.
     """
-    total = 0
+    # The clock that clock_getcpuclockid(3) gives: Python has its call for threads alone.
+    clock = ~pid << 3 | 2
     with ProcessError.instead_of(OSError, f"process {pid}", "its end", "it to run"):
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    for task in tasks:
-        with suppress(OSError):  # a thread that has ended meanwhile
-            total += int((task / "schedstat").read_text(encoding="ascii").split()[0])
-    return total
+        return time.clock_gettime_ns(clock)
 
 
 # ---------------------------------------------------------------------------------- processes

@@ -255,6 +255,10 @@ class PadStore(ABC):
     def _starting(self, indices: range) -> None:  # noqa: B027 - not every store counts
         """Note that these indices are about to be written, or raise."""
 
+    def _room(self, indices: range, site: SiteShape) -> torch.Tensor:
+        """Return memory to write u to, for `_write`."""
+        return torch.empty(len(indices), site.out_features, dtype=torch.int32)
+
     @abstractmethod
     def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
         """Write u to the slots of these indices."""
@@ -323,6 +327,10 @@ class MadePads:
     def seeds(self, dealer: int, site: int) -> list[bytes]:
         """Return what a dealer is sent for each group; only where dealers multiply."""
         return [self._keystream.seed(dealer, first, site) for first in self.groups]
+
+    def room(self, site: int) -> torch.Tensor:
+        """Return int32 [N, out_features] for u of one site: where it will be kept, if it can be."""
+        return self._store._room(self.indices, self._store._sites[site])
 
     def put(self, site: int, u_NO: torch.Tensor) -> None:
         """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
@@ -403,8 +411,16 @@ class MemoryStore(PadStore):
     def _persist(self, reserved: int, filled: int) -> None:
         """Nothing outlives this process, and a later one has another key."""
 
+    def _room(self, indices: range, site: SiteShape) -> torch.Tensor:
+        slots = self._slots(indices)
+        if isinstance(slots, slice):
+            return self._u[site.number][slots]
+        return super()._room(indices, site)
+
     def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
-        self._u[site.number].numpy()[self._slots(indices)] = u_NO.numpy()
+        slots, kept = self._slots(indices), self._u[site.number]
+        if not (isinstance(slots, slice) and kept[slots].data_ptr() == u_NO.data_ptr()):
+            kept.numpy()[slots] = u_NO.numpy()
 
     def _sync(self) -> None:
         """Nothing is on a disk."""

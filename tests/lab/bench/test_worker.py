@@ -1,6 +1,8 @@
 """The process that measures: each case as often as the plan says, and where its time went."""
 
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tsqp.lab.bench.job import PROCESS_BYTES, BenchSettings, Plan, tee_parts
 from tsqp.lab.bench.results import Case, Finished, Stages
 from tsqp.lab.bench.shapes import find_shape
 from tsqp.lab.bench.worker import Collector
+from tsqp.lab.measure import cpu_ns
 
 PLAN = Plan(prefill=(1, 9), decode=((5, 3),), generation=(4, 6), repeats=4, decode_steps=5)
 
@@ -150,3 +153,18 @@ def test_weights_that_stay(policy: str, vocabulary: int, linear: int) -> None:
     assert parts["embedding and LM head"] == vocabulary
     assert parts["linear weights"] == linear
     assert parts["process"] == PROCESS_BYTES
+
+
+def test_cpu_time_is_of_threads_that_have_ended_as_well() -> None:
+    spent: list[int] = []
+
+    def work() -> None:
+        while time.thread_time_ns() < 20_000_000:
+            sum(range(1000))
+        spent.append(time.thread_time_ns())
+
+    before = cpu_ns()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert cpu_ns() - before >= spent[0]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -55,8 +56,9 @@ _BLOCK = 4_194_301
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
-# As many as are dealt at once, where they are.
+# As many as are dealt at once, where they are, and how often: 64 are soon dealt.
 _DEALT_PADS = 64
+_DEALT_ROUNDS = 7
 
 
 # ------------------------------------------------------------------------------ random weights
@@ -228,9 +230,13 @@ def _new_bank(
 
 def pad_dealing(policy: Policy, pads: Pads) -> PadMaking:
     """Have dealers multiply pads of a run, for its stock, and time it. Raises TsqpError."""
-    pads.drop()
-    pads.fill(_DEALT_PADS)
-    return _timed(policy, pads.fill, _DEALT_PADS)
+
+    def deal(tokens: int) -> None:
+        pads.drop()
+        pads.fill(tokens)
+
+    deal(_DEALT_PADS)
+    return _timed(policy, deal, _DEALT_PADS, _DEALT_ROUNDS)
 
 
 def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
@@ -246,10 +252,14 @@ def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
             return _timed(policy, make, PAD_BATCH)
 
 
-def _timed(policy: Policy, make: Callable[[int], object], tokens: int) -> PadMaking:
-    started, cpu_before = time.perf_counter_ns(), cpu_ns()
-    make(tokens)
-    cpu, elapsed = cpu_ns() - cpu_before, time.perf_counter_ns() - started
+def _timed(policy: Policy, make: Callable[[int], object], tokens: int, times: int = 1) -> PadMaking:
+    """Make pads so many times over; return the medians."""
+    found = []
+    for _ in range(times):
+        started, cpu_before = time.perf_counter_ns(), cpu_ns()
+        make(tokens)
+        found.append((time.perf_counter_ns() - started, cpu_ns() - cpu_before))
+    elapsed, cpu = (median(column) for column in zip(*found, strict=True))
     return PadMaking(
         phases=pad_phases(policy),
         token_ms=elapsed / 1e6 / tokens,

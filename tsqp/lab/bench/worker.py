@@ -206,7 +206,7 @@ def _case(
         _stock_up(runner)
         work()
     repeats = given.plan.repeats if phase == "prefill" else given.plan.decode_steps
-    pids: list[int | str] = ["self", *(pid for pid, _ in services if pid)]
+    pids = [0, *(pid for pid, _ in services if pid)]
     cpu = [0.0] * len(pids)
     traffic_before = runner.totals()
     times_ms: list[float] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized
 from protocol.prepared import Exchange
+from protocol.tensors import to_torch
 from tee_side.assembly import DEALT_GROUP
 from tee_side.protect.pads.dealt import DealtKeystream
 from tee_side.protect.pads.source import Pads
@@ -153,6 +155,30 @@ def test_a_dealer_that_lies_is_found_before_its_pads_are_used_and_asked_no_more(
     with pytest.raises(error, match=said):
         pads.fill(1)
     assert len(liar.requests) == asked
+
+
+def test_what_a_dealer_may_still_change_is_read_once(
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = []
+
+    class Lending(LoopbackChannel):
+        def wait(self, request_id: int) -> Exchange:
+            exchange = super().wait(request_id)
+            replies.append(to_torch(exchange.response.output).clone())
+            return replace(exchange, output=replies[-1], lent=True)
+
+    def changed(check: ExactCheck, r_TI: torch.Tensor, u_TO: torch.Tensor) -> bool:
+        replies[-1].zero_()
+        return holds_in_ring(check, r_TI, u_TO)
+
+    monkeypatch.setattr(dealing, "holds_in_ring", changed)
+    channels = [LoopbackChannel(model.directory), Lending(model.directory)]
+    pads = _pads(model.tee("dealt", channels=channels, dealers=NAMES[:1]))
+    pads.fill(1)
+    found = pads.store.start(pads.store.take(1), 0)()[1]
+    assert found.any()
+    assert not any(reply.any() for reply in replies)
 
 
 def test_a_pad_that_is_wrong_is_not_the_services_fault_and_no_other_of_its_dealer_is_used(
