@@ -54,7 +54,7 @@ def drawn() -> Iterator[Counter[tuple[int, int, int]]]:
 
 @Row(
     "dealer_faults",
-    "dealer killed, stopped, restarted; dealer that lies",
+    "dealer killed, stopped, slow (10 kB/s), restarted; dealer that lies",
     "in turns, at random requests of a generation under dealt",
     "outputs identical, or one typed error within 1 s of the deadline, and the next is right;"
     " lies: 0 accepted; 0 pads reused",

@@ -35,7 +35,7 @@ KILL = Fault("kill -9", Peer.kill, Peer.restart)
 @Row(
     "worker_killed",
     "worker killed mid-decode (kill -9), second worker present",
-    "at random points of a generation, half of them over shared memory",
+    "at random points of a generation, half of them over shared memory, half under dealt",
     "outputs identical to the undisturbed run; p95 recovery <= 2 s",
     short=2,
     long=200,
@@ -67,7 +67,7 @@ def worker_killed(count: int, full: bool) -> Found:
     "only_worker_killed",
     "only worker killed, restarted within 5 s",
     "at random points of a generation, with deadlines longer and shorter than the outage, over tcp"
-    " and shared memory in turns",
+    " and shared memory in turns, half of the sessions under dealt",
     "every one hits; resumed, or a typed error within 1 s of the deadline",
     short=2,
     long=100,

@@ -61,7 +61,7 @@ FAULTS = (
     "peer_stopped",
     "SIGSTOP, half-open connection, black hole of 1/5/30 s",
     "each as often (the short form: no hole), a fifth over unix://, the others over tcp://, at"
-    " random points of a generation, second worker present; holes heal",
+    " random points of a generation, half under dealt, second worker present; holes heal",
     "every one hits; noticed <= 2 s; outputs identical",
     short=4,
     long=320,

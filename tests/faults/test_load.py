@@ -109,7 +109,8 @@ class Slow:
 @Row(
     "slow_peer",
     "slow peer (10 kB/s, one-byte slices)",
-    "half with a deadline that is too short for it, beside two sessions at full speed, which are"
+    "half with a deadline that is too short for it, a third under dealt, beside two sessions at"
+    " full speed, one under shielded and one under dealt, which are"
     " compared with themselves while it is as slow at another service",
     "deadline kept: right tokens with a long one, errors with a short one; other sessions <= 10 %"
     " fewer tokens per second, p95 of a token at most doubled, none of them wrong",
@@ -184,7 +185,8 @@ _REQUESTS = re.compile(r'^tsqp_requests_total\{code="(\w+)",method="(\w+)"\} (\S
 @Row(
     "load",
     "load: 64 concurrent sessions, 10 min",
-    "at least so many generations, each compared with what the model says to its prompt",
+    "at least so many generations, half under dealt, each compared with what the model says to its"
+    " prompt",
     "0 other tokens: none lost, duplicated or crossed; every operator answered once; memory slope"
     " < 1 % after warm-up",
     short=60,
