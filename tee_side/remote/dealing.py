@@ -52,7 +52,7 @@ class Asked:
 
     def __init__(self, site: SiteShape, request: PreparedRequest) -> None:
         self.site, self._request = site, request
-        # The dealer, the group of rows, whom it was asked by, for what, and the request's id.
+        # Dealer, group of rows, channel, seed and request id.
         self._waiting: list[tuple[int, int, Channel, Seed, int]] = []
 
     def ask(self, channels: Sequence[Channel], batch: MadePads) -> None:
@@ -79,9 +79,12 @@ class Asked:
             except ReplyError as of_another_form:
                 channel.distrust(exchange, of_another_form)
                 raise
-            # Read once where the dealer may still write, and checked where it may not.
+            # The reply may lie where the dealer can still write: copy it once, let go of it, and
+            # check the copy.
             own = numpy.empty_like(groups[group]) if dealer else groups[group]
             numpy.copyto(own, part.numpy())
+            del part
+            exchange.output = None
             u_TO = torch.from_numpy(own)
             if check is not None and not holds_in_ring(check, seed.elements(), u_TO):
                 where = f"pads of {self.site} from {exchange.endpoint}"
@@ -166,7 +169,7 @@ class Dealing:
 
     def _taken(self, asked: deque[Asked], batch: MadePads) -> tuple[SiteShape, torch.Tensor]:
         first = asked[0]
-        u_NO = batch.room(first.site.number)
+        u_NO = batch.buffer(first.site.number)
         first.take(self._check_of(first.site.site), u_NO)
         asked.popleft()
         return first.site, u_NO

@@ -97,21 +97,24 @@ class Disturbed:
         """Go through some faults in one session with a service over each scheme.
 
         One that waits for less than is usual may end by an error. `dealt`: its pads are, by a
-        dealer that is well. `at`: added to names of faults.
+        dealer that is well, over the last scheme. `at`: added to names of faults.
         """
         chance, (ids,) = random.Random(seed), prompts(1, 6, seed)
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tsqp-soak-"))
             peers: dict[str, Peer] = {}
-            for number, scheme in enumerate(schemes):
-                bind = "tcp://127.0.0.1:*" if scheme == "tcp" else f"{scheme}://{folder}/{number}"
+            binds = [
+                "tcp://127.0.0.1:*" if scheme == "tcp" else f"{scheme}://{folder}/{number}"
+                for number, scheme in enumerate([*schemes, schemes[-1]])
+            ]
+            for bind in binds[:-1]:
                 peer = Peer(workers, start(workers, bind=bind))
                 endpoint = peer.service.endpoint
                 if proxied:
                     peer.proxy = stack.enter_context(Proxy(endpoint))
                     endpoint = peer.proxy.endpoint
                 peers[endpoint] = peer
-            dealer = start(workers).endpoint if dealt else ""
+            dealer = start(workers, bind=binds[-1]).endpoint if dealt else ""
             run = settings(list(peers), dealer, request_timeout_s=timeout_s)
             runner = stack.enter_context(Runner(run))
             # Whose pads are dealt asks for more now than with some in stock.

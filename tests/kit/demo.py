@@ -126,10 +126,14 @@ def asked(runner: Runner) -> str:
 
 
 class Sent(threading.local):
-    """What the runners of this thread hand to their transports. `log`: where, and what."""
+    """What the runners of this thread hand to their transports.
+
+    `log`: where, and what; `last_s`: when the last was (time.monotonic).
+    """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Request]] = []
+        self.last_s = 0.0
         self._due: dict[tuple[int, bool], Callable[[], object]] = {}
         self._count = 0
 
@@ -155,6 +159,7 @@ class Sent(threading.local):
         if counts and (before := self._due.pop((self._count, False), None)):
             before()
         request_id = send()
+        self.last_s = time.monotonic()
         self.log.append((endpoint, request))
         if counts:
             self._count += 1

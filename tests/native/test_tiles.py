@@ -83,7 +83,7 @@ def test_a_fault_of_a_kernel_is_noticed(
 ) -> None:
     of_attention = fault in FAULTS_OF_ATTENTION
     if of_attention and "avx512" not in VARIANTS:
-        pytest.skip("a processor without AVX-512")
+        pytest.skip("a processor without AVX512-BF16")
     change = FAULTS_OF_ATTENTION[fault] if of_attention else FAULTS[fault]
     _changed(tmp_path, ATTENTION if of_attention else KERNEL, *change)
     program = build(tmp_path, OVER_AVX512) if of_attention else build(tmp_path)

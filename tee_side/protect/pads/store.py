@@ -245,7 +245,7 @@ class PadStore(ABC):
         self.close()
 
     # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
-    # out; `starting` under the lock, before a batch; `write` and `sync` by the filling thread
+    # out; `starting` under the lock, before a batch; `buffer`, `write` and `sync` by filling threads
     # without the lock; `start_reading` and `read_all` under it.
 
     @abstractmethod
@@ -255,8 +255,8 @@ class PadStore(ABC):
     def _starting(self, indices: range) -> None:  # noqa: B027 - not every store counts
         """Note that these indices are about to be written, or raise."""
 
-    def _room(self, indices: range, site: SiteShape) -> torch.Tensor:
-        """Return memory to write u to, for `_write`."""
+    def _buffer(self, indices: range, site: SiteShape) -> torch.Tensor:
+        """Return memory to write u to, which `_write` then gets."""
         return torch.empty(len(indices), site.out_features, dtype=torch.int32)
 
     @abstractmethod
@@ -328,9 +328,10 @@ class MadePads:
         """Return what a dealer is sent for each group; only where dealers multiply."""
         return [self._keystream.seed(dealer, first, site) for first in self.groups]
 
-    def room(self, site: int) -> torch.Tensor:
-        """Return int32 [N, out_features] for u of one site: where it will be kept, if it can be."""
-        return self._store._room(self.indices, self._store._sites[site])
+    def buffer(self, site: int) -> torch.Tensor:
+        """Return int32 [N, out_features] for u of a site, to be `put`: its own place, if it can be."""
+        self._check_open()
+        return self._store._buffer(self.indices, self._store._sites[site])
 
     def put(self, site: int, u_NO: torch.Tensor) -> None:
         """Keep r W mod 2^32 of one site, int32 [N, out_features]; every site once."""
@@ -411,16 +412,13 @@ class MemoryStore(PadStore):
     def _persist(self, reserved: int, filled: int) -> None:
         """Nothing outlives this process, and a later one has another key."""
 
-    def _room(self, indices: range, site: SiteShape) -> torch.Tensor:
-        slots = self._slots(indices)
-        if isinstance(slots, slice):
-            return self._u[site.number][slots]
-        return super()._room(indices, site)
+    def _buffer(self, indices: range, site: SiteShape) -> torch.Tensor:
+        # Around the end a copy, which is written back.
+        return self._u[site.number][self._slots(indices)]
 
     def _write(self, indices: range, site: SiteShape, u_NO: torch.Tensor) -> None:
-        slots, kept = self._slots(indices), self._u[site.number]
-        if not (isinstance(slots, slice) and kept[slots].data_ptr() == u_NO.data_ptr()):
-            kept.numpy()[slots] = u_NO.numpy()
+        if self._buffer(indices, site).data_ptr() != u_NO.data_ptr():
+            self._u[site.number].numpy()[self._slots(indices)] = u_NO.numpy()
 
     def _sync(self) -> None:
         """Nothing is on a disk."""

@@ -46,7 +46,7 @@ from tee_side.protect.pads.source import (
 from tsqp.lab.bench.job import Measuring, pad_phases
 from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
-from tsqp.lab.measure import cpu_ns, in_fresh_process
+from tsqp.lab.measure import cpu_ns, in_fresh_process, rounds
 from tsqp.processes import start_service
 from tsqp.run.bank import PAD_BATCH, pad_layouts, purpose_of
 
@@ -56,9 +56,9 @@ _BLOCK = 4_194_301
 _LOADING_TIMEOUT_S = 600.0
 # Pads made while they are timed, and a few before.
 TIMED_PADS = PAD_BATCH + 32
-# As many as are dealt at once, where they are, and how often: 64 are soon dealt.
+# As many as are dealt at once, where they are, and how often, but for no longer than so.
 _DEALT_PADS = 64
-_DEALT_ROUNDS = 7
+_DEALT_ROUNDS, _DEALT_S = 7, 10.0
 
 
 # ------------------------------------------------------------------------------ random weights
@@ -255,7 +255,7 @@ def pad_making(model: Path, policy: Policy, folder: Path) -> PadMaking:
 def _timed(policy: Policy, make: Callable[[int], object], tokens: int, times: int = 1) -> PadMaking:
     """Make pads so many times over; return the medians."""
     found = []
-    for _ in range(times):
+    for _ in rounds(times, _DEALT_S):
         started, cpu_before = time.perf_counter_ns(), cpu_ns()
         make(tokens)
         found.append((time.perf_counter_ns() - started, cpu_ns() - cpu_before))

@@ -153,7 +153,7 @@ class PadMaking(Document):
     """Making the pads that a policy uses up: one for each token of a step in `phases`.
 
     Measured in the same run, on the TEE side's threads with nothing else to do: `token_ms` for the
-    pads of one token, `cpu_ms` of all threads together, in a product of `batch_tokens`.
+    pads of one token, `cpu_ms` of all threads together, in a product of `batch_tokens`; medians.
     """
 
     phases: tuple[Phase, ...]

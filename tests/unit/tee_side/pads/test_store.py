@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -279,7 +280,8 @@ def test_a_store_that_was_closed_or_copied_by_fork_does_nothing(
     taken, batch = store.take(1), store.begin(1)
     store.close()
     _refuses(store, taken, "closed store")
-    for refused in (lambda: batch.put(1, torch.zeros(1, 2, dtype=torch.int32)), batch.commit):
+    put = partial(batch.put, 1, torch.zeros(1, 2, dtype=torch.int32))
+    for refused in (put, partial(batch.buffer, 1), batch.commit):
         with pytest.raises(RuntimeError, match="closed store"):
             refused()
     batch.abandon()

@@ -14,7 +14,7 @@ from protocol.messages import SeededRingLinearRequest
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized
-from protocol.prepared import Exchange
+from protocol.prepared import Exchange, PreparedRequest
 from protocol.tensors import to_torch
 from tee_side.assembly import DEALT_GROUP
 from tee_side.protect.pads.dealt import DealtKeystream
@@ -157,12 +157,17 @@ def test_a_dealer_that_lies_is_found_before_its_pads_are_used_and_asked_no_more(
     assert len(liar.requests) == asked
 
 
+@each_row("dealers", [1, 2])
 def test_what_a_dealer_may_still_change_is_read_once(
-    model: SavedModel, monkeypatch: pytest.MonkeyPatch
+    model: SavedModel, monkeypatch: pytest.MonkeyPatch, dealers: int
 ) -> None:
-    replies = []
+    replies: list[torch.Tensor] = []
 
     class Lending(LoopbackChannel):
+        def start(self, prepared: PreparedRequest, *payload: Any) -> int:
+            assert prepared.read_once
+            return super().start(prepared, *payload)
+
         def wait(self, request_id: int) -> Exchange:
             exchange = super().wait(request_id)
             replies.append(to_torch(exchange.response.output).clone())
@@ -173,8 +178,9 @@ def test_what_a_dealer_may_still_change_is_read_once(
         return holds_in_ring(check, r_TI, u_TO)
 
     monkeypatch.setattr(dealing, "holds_in_ring", changed)
-    channels = [LoopbackChannel(model.directory), Lending(model.directory)]
-    pads = _pads(model.tee("dealt", channels=channels, dealers=NAMES[:1]))
+    lending = [Lending(model.directory) for _ in range(dealers)]
+    channels = [LoopbackChannel(model.directory), *lending]
+    pads = _pads(model.tee("dealt", channels=channels, dealers=NAMES[:dealers]))
     pads.fill(1)
     found = pads.store.start(pads.store.take(1), 0)()[1]
     assert found.any()
