@@ -109,9 +109,9 @@ class Slow:
 @Row(
     "slow_peer",
     "slow peer (10 kB/s, one-byte slices)",
-    "half with a deadline that is too short for it, a third under dealt; two sessions at full speed,"
-    " one under shielded and one under dealt, are compared with themselves while the slow one is at"
-    " another service",
+    "half with a deadline that is too short for it, a third under dealt; two sessions at full"
+    " speed, one under shielded and one under dealt, are compared with themselves while the slow"
+    " one is at another service",
     "deadline kept: right tokens with a long one, errors with a short one; other sessions <= 10 %"
     " fewer tokens per second, p95 of a token at most doubled, none of them wrong",
     short=4,

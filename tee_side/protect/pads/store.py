@@ -245,8 +245,8 @@ class PadStore(ABC):
         self.close()
 
     # What a subclass says. `persist` under the lock, before any index below `reserved` is handed
-    # out; `starting` under the lock, before a batch; `buffer`, `write` and `sync` by filling threads
-    # without the lock; `start_reading` and `read_all` under it.
+    # out; `starting` under the lock, before a batch; `buffer`, `write` and `sync` by threads that
+    # fill, without the lock; `start_reading` and `read_all` under it.
 
     @abstractmethod
     def _persist(self, reserved: int, filled: int) -> None:
@@ -329,7 +329,7 @@ class MadePads:
         return [self._keystream.seed(dealer, first, site) for first in self.groups]
 
     def buffer(self, site: int) -> torch.Tensor:
-        """Return int32 [N, out_features] for u of a site, to be `put`: its own place, if it can be."""
+        """Return int32 [N, out_features] for u of a site, to be `put`: its place, if it can be."""
         self._check_open()
         return self._store._buffer(self.indices, self._store._sites[site])
 
