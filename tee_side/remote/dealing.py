@@ -57,6 +57,8 @@ class Asked:
 
     def ask(self, channels: Sequence[Channel], batch: MadePads) -> None:
         """Send each dealer its seeds of a batch. Raises what sending raises."""
+        if len(channels) != len(batch.dealers):
+            raise ValueError(f"dealers: got {len(channels)}, expected {len(batch.dealers)}")
         for dealer, channel in enumerate(channels):
             for group, key in enumerate(batch.seeds(dealer, self.site.number)):
                 seed = Seed(key, (batch.group, self.site.in_features))
@@ -74,16 +76,14 @@ class Asked:
             dealer, group, channel, seed, asked = self._waiting[0]
             exchange = channel.wait(asked)
             del self._waiting[0]
-            try:
-                part = self._request.output(exchange)
-            except ReplyError as of_another_form:
-                channel.distrust(exchange, of_another_form)
-                raise
             # The reply may lie where the dealer can still write: copy it once, let go of it, and
             # check the copy.
             own = numpy.empty_like(groups[group]) if dealer else groups[group]
-            numpy.copyto(own, part.numpy())
-            del part
+            try:
+                numpy.copyto(own, self._request.output(exchange).numpy())
+            except ReplyError as of_another_form:
+                channel.distrust(exchange, of_another_form)
+                raise
             exchange.output = None
             u_TO = torch.from_numpy(own)
             if check is not None and not holds_in_ring(check, seed.elements(), u_TO):

@@ -128,7 +128,7 @@ def asked(runner: Runner) -> str:
 class Sent(threading.local):
     """What the runners of this thread hand to their transports.
 
-    `log`: where, and what; `last_s`: when the last was (time.monotonic).
+    `log`: where, and what; `last_s`: when the last but for Init was (time.monotonic).
     """
 
     def __init__(self) -> None:
@@ -159,9 +159,9 @@ class Sent(threading.local):
         if counts and (before := self._due.pop((self._count, False), None)):
             before()
         request_id = send()
-        self.last_s = time.monotonic()
         self.log.append((endpoint, request))
         if counts:
+            self.last_s = time.monotonic()
             self._count += 1
             if behind := self._due.pop((self._count - 1, True), None):
                 behind()

@@ -306,14 +306,14 @@ class MadePads:
     """Consecutive indices that are being filled. Used as a context: leaving it uncommitted ends it.
 
     `indices`: N token indices; `groups`: the first one of each group, which has `group` of them;
-    `layout`: the sites. What was put without a commit is made again later, for the same indices and
-    the same r: none of them was handed out, so work is lost and nothing else. The keystream is the
-    batch's own, for the filling thread.
+    `layout`: the sites; `dealers`: those of the store. What was put without a commit is made again
+    later, for the same indices and the same r: none of them was handed out, so work is lost and
+    nothing else. The keystream is the batch's own, for the filling thread.
     """
 
     def __init__(self, store: PadStore, indices: range) -> None:
         self.indices, self.groups = indices, indices[:: store.group]
-        self.layout, self.group = store.layout, store.group
+        self.layout, self.group, self.dealers = store.layout, store.group, store.dealers
         self._store = store
         # A `DealtKeystream` where dealers multiply.
         self._keystream: Any = store._new_keystream()

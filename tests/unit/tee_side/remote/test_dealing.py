@@ -157,6 +157,14 @@ def test_a_dealer_that_lies_is_found_before_its_pads_are_used_and_asked_no_more(
     assert len(liar.requests) == asked
 
 
+def test_a_pad_without_a_part_of_each_dealer_is_none(model: SavedModel) -> None:
+    channels = [LoopbackChannel(model.directory) for _ in range(2)]
+    pads = _pads(model.tee("dealt", channels=channels, dealers=NAMES))
+    with pytest.raises(ValueError, match="dealers: got 1, expected 2"):
+        pads.fill(1)
+    assert pads.store.available == 0
+
+
 @each_row("dealers", [1, 2])
 def test_what_a_dealer_may_still_change_is_read_once(
     model: SavedModel, monkeypatch: pytest.MonkeyPatch, dealers: int
