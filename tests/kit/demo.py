@@ -246,6 +246,17 @@ def _round_trips(runner: Runner) -> int:
     return runner.totals().round_trips + (ahead.traffic.round_trips if ahead else 0)
 
 
+def _touch(runner: Runner) -> None:
+    """Use all the memory that pads are kept in, and leave none.
+
+    Else a session's memory grows until its stock has gone round, which takes minutes in a crowd.
+    """
+    for pads in runner.pads:
+        for _ in range(2):
+            pads.stock_up()
+            pads.drop()
+
+
 def run_crowd(gpu: str, dealer: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     """Generate until told to stop. `texts`: each session's prompt, and what the model says.
 
@@ -254,7 +265,7 @@ def run_crowd(gpu: str, dealer: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
     found, lock, (times,) = Crowd(), threading.Lock(), _TIMES
 
     def one(runner: Runner, ids: Tokens) -> None:
-        right, before = texts[ids], _round_trips(runner)
+        right = texts[ids]
         while not times.stop.is_set():
             said = generate(runner, ids, len(right))
             ended = time.monotonic()
@@ -265,14 +276,15 @@ def run_crowd(gpu: str, dealer: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
                 for gap_s in said.gaps_s:
                     at += gap_s
                     found.steps.append((at, gap_s))
-        with lock:
-            found.counts["round_trips"] += _round_trips(runner) - before
 
     with ExitStack() as stack:
         runners = [
             stack.enter_context(Runner(settings([gpu], dealer if number % 2 else "")))
             for number in range(len(texts))
         ]
+        before = sum(map(_round_trips, runners))
+        for runner in runners:
+            _touch(runner)
         pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
         times.ready.wait(_READY_S)
         ended = [pool.submit(one, *pair) for pair in zip(runners, texts, strict=True)]
@@ -280,6 +292,7 @@ def run_crowd(gpu: str, dealer: str, texts: Mapping[Tokens, Tokens]) -> Crowd:
             found.rss.append((time.monotonic(), resident_bytes()))
         for session in ended:
             session.result()
+        found.counts["round_trips"] = sum(map(_round_trips, runners)) - before
     return found
 
 
@@ -296,7 +309,9 @@ def crowds(
     make: Callable[..., Executor] = ThreadPoolExecutor
     if apart:
         make = partial(ProcessPoolExecutor, mp_context=context)
-    with make(len(parts), initializer=_set_times, initargs=(times,)) as pool:
+    # Of an arena for each thread, pieces stay that fit nothing: growth for minutes, and no leak.
+    arenas = mock.patch.dict(os.environ, MALLOC_ARENA_MAX="1")
+    with arenas, make(len(parts), initializer=_set_times, initargs=(times,)) as pool:
         found = [pool.submit(run_crowd, gpu, dealer, part) for part in parts]
         try:
             times.ready.wait(_READY_S)
