@@ -118,7 +118,7 @@ def cost_against_leakage(
     are of different models.
     """
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     shown = [
         one
@@ -142,6 +142,8 @@ def cost_against_leakage(
         left.barh(places, costs, height=0.6, color="#b9c2ca")
         if min(costs) > 0 and max(costs) / min(costs) > 8:
             left.set_xscale("log")
+            left.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            left.xaxis.set_minor_formatter(NullFormatter())
         left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         for place, one, (colour, marker, _) in zip(places, shown, kinds, strict=True):
             score = judged(one)
