@@ -28,7 +28,8 @@ from tsqp.lab.leak.attacks.static_cloak import NormDictionary
 from tsqp.lab.leak.attacks.vocabulary import NearestEmbedding, TokenIds
 from tsqp.lab.leak.grids import above
 from tsqp.lab.leak.laboratory import Laboratory, agreement
-from tsqp.lab.leak.model import LeakReport, Rate, needed
+from tsqp.lab.leak.model import DecodeCost, LeakReport, Rate, needed
+from tsqp.lab.leak.page import cost_against_leakage
 from tsqp.processes import ProcessError
 
 PROMPTS = tuple(map(tuple, begun(6, 6, 6)))
@@ -255,6 +256,11 @@ EXAMPLE = ROOT / "docs" / "examples" / "my_attack.py"
 RECORDED = ROOT / "benchmarks" / "results" / "bench_null_tcp.json"
 
 
+def _cost(overhead_ms: float) -> DecodeCost:
+    others = dict.fromkeys(DecodeCost.model_fields, 1)
+    return DecodeCost.model_validate({**others, "overhead_ms": overhead_ms})
+
+
 @pytest.mark.slow
 def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     """A file's attacks join those that are named; a pad passes, and rows in the clear do not."""
@@ -295,6 +301,13 @@ def test_what_is_read_is_printed_written_and_judged(tmp_path: Path) -> None:
     assert all(name in done.stdout for name in (*policies, "largest-features"))
     ET.parse(picture)
     assert "<script src" not in page.read_text(encoding="utf-8")
+    # Costs a decade apart stand on an axis of numbers, and not of what would have to be typeset.
+    made = [
+        one.model_copy(update={"cost": _cost(5.0 * 2.5**n)}) for n, one in enumerate(found.policies)
+    ]
+    plot = cost_against_leakage(found.model_copy(update={"policies": tuple(made)}))
+    assert plot is not None
+    assert "$" not in plot.svg
 
 
 @each_row(
