@@ -70,7 +70,7 @@ def write_gguf(path: Path, config: ModelConfig, kind: str) -> Path:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
     quantisation = gguf.GGMLQuantizationType[kind]
     floats = numpy.random.default_rng(0).normal(scale=hidden**-0.5, size=(_BLOCK // hidden, hidden))
     quantised = gguf.quantize(floats.astype(numpy.float32), quantisation)

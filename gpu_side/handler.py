@@ -339,7 +339,7 @@ class RequestHandler:
         self.state = state or ServiceState()
         # The same for every client, but for what it is told about one nonce.
         model, config, limits = self._model, self._model.config, self.state.queue.limits
-        inv_freq, attention_scaling = rope_frequencies(config)
+        inv_freq, attention_scaling = rope_frequencies(config, config.ropes[0])
         self._init_reply = InitReply(
             config=InitConfig(
                 num_layers=config.num_hidden_layers,
@@ -352,7 +352,7 @@ class RequestHandler:
                 inv_freq=from_torch(inv_freq), attention_scaling=attention_scaling
             ),
             norm_weights={
-                name: NormWeight(weight=from_torch(norm), eps=config.rms_norm_eps)
+                name: NormWeight(weight=from_torch(norm), eps=config.norm_eps)
                 for name, norm in model.norms.items()
             },
             model_digest=model.model_digest,

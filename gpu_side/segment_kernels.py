@@ -13,7 +13,15 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.functional import linear, scaled_dot_product_attention, silu, softmax
+from torch.nn.functional import (
+    gelu,
+    layer_norm,
+    linear,
+    relu,
+    scaled_dot_product_attention,
+    silu,
+    softmax,
+)
 
 from gpu_side.devices import DeviceProfile, multiplies_bfloat16
 from gpu_side.kernels import Kernel, NullKernels, Result, there, transfer_to
@@ -23,8 +31,10 @@ from gpu_side.tasks import Task, require_field
 from gpu_side.transport.listener import Incoming
 from gpu_side.weights import ServiceWeights
 from protocol.messages import FUSED_MODULES, SegmentRequest
+from protocol.model.architectures import ActivationName
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Layer, Ops, Rope, bound, forward, staying
+from protocol.model.weights import NormTensors
 from protocol.tensors import to_torch
 
 # Which rows are wanted; None: all.
@@ -238,6 +248,21 @@ def finish(running: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
     raise RuntimeError("a forward pass waited that has nothing to wait for")
 
 
+def _xielu(x: torch.Tensor, parameters: torch.Tensor | None) -> torch.Tensor:
+    high, low, beta, eps = torch.zeros(4) if parameters is None else parameters
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * low
+    found: torch.Tensor = torch.where(x > 0, high * x * x, below) + beta * x
+    return found
+
+
+_ACTIVATIONS: dict[ActivationName, Callable[..., torch.Tensor]] = {
+    "silu": lambda x, _: silu(x),
+    "gelu_pytorch_tanh": lambda x, _: gelu(x, approximate="tanh"),
+    "relu2": lambda x, _: relu(x).square(),
+    "xielu": _xielu,
+}
+
+
 class TorchMaths:
     """The local operators of a layer, as in `transformers`: norms in float32 inside.
 
@@ -249,29 +274,54 @@ class TorchMaths:
         self._order_Xc = order_Xc
 
     @staticmethod
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(x: torch.Tensor, norm: NormTensors, eps: float) -> torch.Tensor:
         """RMSNorm over the last axis, in float32 inside."""
         x32 = x.to(torch.float32)
         scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return weight * (x32 * scale).to(x.dtype)
+        return norm.weight * (x32 * scale).to(x.dtype)
+
+    @staticmethod
+    def layer_norm(x: torch.Tensor, norm: NormTensors, eps: float) -> torch.Tensor:
+        """LayerNorm over the last axis, in float32 inside."""
+        return layer_norm(x, x.shape[-1:], norm.weight, norm.bias, eps)
 
     def apply_rope(
-        self, x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor
+        self,
+        x_TXC: torch.Tensor,
+        cos_T1C: torch.Tensor,
+        sin_T1c: torch.Tensor,
+        dim: int,
+        neighbours: bool,
     ) -> torch.Tensor:
-        """Rotate every pair (i, i + C / 2) by its angle."""
-        first, second = x_TXC.chunk(2, dim=-1)
+        """Rotate pairs of the first `dim` elements, (i, i + dim / 2) or neighbours, by an angle."""
+        turned_TXC, rest_TXC = x_TXC[..., :dim], x_TXC[..., dim:]
+        if neighbours:
+            first, second = turned_TXC[..., ::2], turned_TXC[..., 1::2]
+        else:
+            first, second = turned_TXC.chunk(2, dim=-1)
         cos, sin = cos_T1C[..., : sin_T1c.shape[-1]], sin_T1c
         if self._order_Xc is not None:
             cos, sin = cos[:, 0][:, self._order_Xc], sin[:, 0][:, self._order_Xc]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        turned = first * cos - second * sin, second * cos + first * sin
+        join = torch.cat if not neighbours else lambda x, dim: torch.stack(x, dim).flatten(-2)
+        return torch.cat((join(turned, dim=-1), rest_TXC), dim=-1)
 
     @staticmethod
-    def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up."""
-        return silu(gate_TF) * up_TF
+    def activate(
+        both_TX: torch.Tensor,
+        kind: ActivationName,
+        gated: bool,
+        parameters: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """f(gate) * up, or f(x) without a gate."""
+        x, up = both_TX.chunk(2, dim=-1) if gated else (both_TX, None)
+        y = _ACTIVATIONS[kind](x, parameters)
+        return y if up is None else y * up
 
-    # Not in place: the first rows are the client's.
-    residual = staticmethod(torch.add)
+    @staticmethod
+    def residual(h_TD: torch.Tensor, y_TD: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Add; not in place: the first rows are the client's."""
+        return torch.add(h_TD, y_TD, alpha=scale)
 
 
 def torch_segments(
@@ -284,8 +334,8 @@ def torch_segments(
     """
     config, held, linears = weights.config, there(weights.segment), there(weights.linears)
     layers = {
-        at: Layer(index=at, **bound(norms, config, TorchMaths(held.orders.get(at))))
-        for at, norms in held.norms.items()
+        at: Layer(**bound(light, config, at, TorchMaths(held.orders.get(at))))
+        for at, light in held.light.items()
     }
     calls: dict[str, Any] = {
         name: {at: staying(matrices[name]) for at, matrices in linears.items()}
@@ -305,7 +355,9 @@ def torch_segments(
     ) -> torch.Tensor:
         """Attend with each part's rows to its session, whose cache begins with layer `first`."""
         (H, K, C), window = layer.heads, config.sliding_windows[layer.index]
-        q_TKGC = q_THC.view(-1, K, H // K, C)
+        if config.score_scale != C**-0.5:  # by which scores are multiplied
+            q_THC = q_THC * (config.score_scale * C**0.5)
+        q_TKGC = q_THC.reshape(-1, K, H // K, C)
         outputs = [
             part(layer.index - first, q_TKGC[part.rows], k_TKC[part.rows], v_TKC[part.rows], window)
             for part in parts
@@ -336,7 +388,8 @@ def torch_segments(
             rope = ropes.of((one.start, one.start + one.rows, one.length) for one in parts)
             found = finish(forward(h_TD, its_layers, rope, ops, attention, rows))
             if first.lm_head:
-                normed_ND = TorchMaths.rms_norm(found, there(held.norm), config.rms_norm_eps)
+                kind = getattr(TorchMaths, f"{config.table.norm}_norm")
+                normed_ND = kind(found, there(held.norm), config.norm_eps)
                 found = linear(normed_ND, there(held.lm_head))
             return transfer.reply(found, task)
 

@@ -157,9 +157,9 @@ class RequestChecker:
         layers = self._held.config.num_hidden_layers
         require_field(layer < layers, f"{method}.layer_idx", str(layer), f"0 to {layers - 1}")
         self._require_held(layer in self._held.held_layers, method, f"layer {layer}")
-        modules = FUSED_MODULES[OPERATOR_OF[names[0]]]
+        modules = self._part.modules_of(OPERATOR_OF[names[0]])
         require_field(
-            len(names) == 1 or names == modules,
+            names == modules or (len(names) == 1 and names[0] in modules),
             f"{method}.module_names",
             " ".join(names),
             f"one module, or {_TOGETHER}",

@@ -35,6 +35,7 @@ from protocol.messages import (
     ModuleName,
     part_of,
 )
+from protocol.model.architectures import NormName
 from protocol.model.checkpoint import (
     EMBEDDING,
     FINAL_NORM,
@@ -44,14 +45,17 @@ from protocol.model.checkpoint import (
     linear_tensors,
     lm_head_name,
     model_digest,
-    norm_names,
+    norm_name,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig
 from protocol.model.files import read_json
 from protocol.model.weights import (
     FusedLinear,
-    LayerNorms,
+    LightWeights,
+    NormTensors,
     QuantizedLinear,
+    load_final_norm,
+    load_light,
     load_linear,
     load_quantized,
     load_tensor,
@@ -64,7 +68,7 @@ TRANSFORMED_HEAD = "lm_head.weight"
 # The tensor that says in which order RoPE's pairs stand, of a layer.
 _ORDER = "model.layers.{}.self_attn.rope_order"
 # Norms of every architecture, before attention and before the MLP.
-_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LAYER_NORMS: tuple[NormName, ...] = ("input_layernorm", "post_attention_layernorm")
 
 # Which fused operator a module belongs to.
 OPERATOR_OF: dict[ModuleName, LinearOperator] = {
@@ -130,7 +134,7 @@ def check_columns(config: ModelConfig, columns: Columns, option: str) -> None:
     `option`: where the part, or the number of parts, was asked for.
     """
     part, parts = columns
-    shapes = (config.module_shape(name) for names in FUSED_MODULES.values() for name in names)
+    shapes = (config.module_shape(name) for name in config.table.modules)
     most = min(MAX_RANKS, config.vocab_size, *(shape[0] for shape in shapes))
     SettingsError.unless(1 <= parts <= most, option, f"{parts} parts", f"1 to {most}")
     SettingsError.unless(0 <= part < parts, option, f"part {part} of {parts}", f"0 to {parts - 1}")
@@ -186,6 +190,7 @@ class ServedModel:
     def has_segments(self) -> bool:
         """Whether Segment can be answered, for the layers that are held."""
         whole = self.columns == WHOLE and self.ranks == 1 and "float" in self.arithmetic
+        whole = whole and self.config.score_cap is None
         return whole and (self.provision is None or self.provision.holds != "linears")
 
     @property
@@ -212,7 +217,7 @@ def read_served_model(
     directory has all of them. `columns`: see `ServedModel`. Raises ModelError that names file and
     tensor, and SettingsError for layers or columns that the model has not.
     """
-    config = read_config(directory)
+    config, checkpoint = Checkpoint.open(directory)
     SettingsError.unless(
         layers is None or 0 <= layers[0] <= layers[1] < config.num_hidden_layers,
         "layers to hold",
@@ -220,8 +225,8 @@ def read_served_model(
         f"a range within 0-{config.num_hidden_layers - 1}, the model's",
     )
     check_columns(config, columns, "columns to hold")
-    provision = read_provision(directory)
-    checkpoint = Checkpoint(directory)
+    if (provision := read_provision(directory)) is not None:
+        checkpoint = Checkpoint(directory)
     linears = linear_tensors(config)
     orders: list[str] = []
     if provision is None:
@@ -238,9 +243,8 @@ def read_served_model(
         if provision.holds != "linears":
             D = config.hidden_size
             for layer in range(config.num_hidden_layers):
-                names = norm_names(config, layer)
                 # Those of queries and keys may have one of two shapes.
-                checkpoint.require({names[name]: (D,) for name in _LAYER_NORMS})
+                checkpoint.require({f"{norm_name(layer, n)}.weight": (D,) for n in _LAYER_NORMS})
                 orders.append(_ORDER.format(layer))
             head = {FINAL_NORM: (D,), TRANSFORMED_HEAD: (config.vocab_size, D)}
             checkpoint.require(head if provision.holds == "model" else {})
@@ -267,9 +271,9 @@ def _read_norms(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, torch.
     """Read the norms under the names of the wire schema, which knows no q_norm and k_norm."""
     size, names = (config.hidden_size,), {"final_norm": FINAL_NORM}
     for layer in range(config.num_hidden_layers):
-        found = norm_names(config, layer)
         for short in _LAYER_NORMS:
-            names[f"layer_{layer}_{short}"] = found[short]
+            if short in config.table.norms:
+                names[f"layer_{layer}_{short}"] = f"{norm_name(layer, short)}.weight"
     return {
         said: load_tensor(checkpoint, name, size, dtype=torch.float32)
         for said, name in names.items()
@@ -285,14 +289,14 @@ IntegerLinears = dict[int, dict[LinearOperator, QuantizedLinear]]
 
 @dataclass(frozen=True, slots=True)
 class SegmentWeights:
-    """By layer, norms and `orders`: int64 [H + K, C / 2], where RoPE's pairs stand in another one.
+    """By layer, light weights; where they are held, the final norm and the LM head.
 
-    Where they are held, the final norm and the LM head behind the last layer.
+    `orders`: int64 [H + K, C / 2], of layers in which RoPE's pairs stand in another order.
     """
 
-    norms: dict[int, LayerNorms]
+    light: dict[int, LightWeights]
     orders: dict[int, torch.Tensor]
-    norm: torch.Tensor | None
+    norm: NormTensors | None
     lm_head: torch.Tensor | None
 
 
@@ -339,13 +343,15 @@ class ServiceWeights(ServedModel):
 class PartCheckpoint(Checkpoint):
     """A checkpoint that has of every tensor the rows of a part, and reads no others."""
 
-    def __init__(self, directory: Path, columns: Columns) -> None:
-        super().__init__(directory)
+    def __init__(
+        self, directory: Path, columns: Columns, config: ModelConfig | None = None
+    ) -> None:
+        super().__init__(directory, None, config)
         self._columns = columns
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
         """See `Checkpoint.blocks`; `shape` is that of the part, whose first row is 0."""
-        whole = self.entry(name).shape
+        whole = (len(self.place(name).rows), *self.entry(name).shape[1:])
         part = part_of(whole[0], *self._columns)
         ModelError.unless(
             (part.stop - part.start, *whole[1:]) == shape,
@@ -353,10 +359,7 @@ class PartCheckpoint(Checkpoint):
             f"{describe(list(whole))} since the file was checked",
             f"such that part {self._columns} is {list(shape)}",
         )
-        for rows, found in self._read(name, range(part.start, part.stop)):
-            first, last = max(rows.start, part.start), min(rows.stop, part.stop)
-            inside = found[first - rows.start : last - rows.start]
-            yield slice(first - part.start, last - part.start), inside
+        yield from self._part(name, range(part.start, part.stop))
 
 
 def load_weights(
@@ -378,7 +381,9 @@ def load_weights(
     # Before the weights: the pages that its digests map would come on top of them.
     held = read_served_model(directory, arithmetic, layers=layers, columns=columns)
     config, arithmetic = held.part, held.arithmetic
-    checkpoint = PartCheckpoint(directory, columns)
+    # What was transformed has Llama's names.
+    named = held.config if held.provision is None else None
+    checkpoint = PartCheckpoint(directory, columns, named)
 
     read = partial(load_tensor, checkpoint, dtype=dtype, device=device)
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -441,16 +446,13 @@ def _read_segment(
     (H, K, C), D = config.heads, config.hidden_size
     heads = {"q_norm": H, "k_norm": K} if transformed else {}
 
-    def norm(short: str, name: str) -> torch.Tensor:
-        shape = (config.width(config.table.norms[short].outputs),)
-        by_head = (heads.get(short, 1), *shape)
-        found = _read_either(checkpoint, name, (shape, by_head) if short in heads else (shape,))
-        return read(name, tuple(found.shape))
+    def of_layer(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        by_head = next(((count, *shape) for n, count in heads.items() if f".{n}." in name), shape)
+        return read(name, tuple(_read_either(checkpoint, name, (shape, by_head)).shape))
 
-    norms, orders = {}, {}
+    light, orders = {}, {}
     for layer in held.held_layers:
-        names = norm_names(config, layer).items()
-        norms[layer] = LayerNorms(**{short: norm(short, name) for short, name in names})
+        light[layer] = load_light(config, layer, of_layer if transformed else read)
         order = _ORDER.format(layer)
         if transformed and checkpoint.holds([order]):
             order_Kc = _read_either(checkpoint, order, ((K, C // 2),))
@@ -464,10 +466,10 @@ def _read_segment(
             order_Xc = torch.cat((order_Kc.repeat_interleave(H // K, 0), order_Kc))
             orders[layer] = order_Xc.to(device, torch.int64)
     if not held.has_segment_head:
-        return SegmentWeights(norms, orders, None, None)
+        return SegmentWeights(light, orders, None, None)
     if transformed:
         lm_head = read(TRANSFORMED_HEAD, (config.vocab_size, D))
-    return SegmentWeights(norms, orders, read(FINAL_NORM, (D,)), lm_head)
+    return SegmentWeights(light, orders, load_final_norm(config, read), lm_head)
 
 
 def _read_either(

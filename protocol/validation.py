@@ -70,6 +70,12 @@ def validate_file(
         raise error(place, problem.got, problem.expected) from None
 
 
+def validate_known(cls: type[M], raw: Mapping[str, Any], where: str) -> M:
+    """Build a model from the keys of a file that it has, as `validate_file`; others are skipped."""
+    known = {name: raw[name] for name in cls.model_fields if name in raw}
+    return validate_file(cls, known, where)
+
+
 def refusal(got: str, expected: str, where: str = "") -> PydanticCustomError:
     """Return an error for a validator that knows what it got better than pydantic does.
 

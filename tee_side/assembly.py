@@ -139,6 +139,12 @@ class Assembly:
         self._model = model
         layers = config.num_hidden_layers
         policy.check(layers)
+        PolicyError.unless(
+            config.score_cap is None or not policy.segments(layers),
+            f"policy {policy.name}: segment",
+            f"{config.architecture}, whose scores are capped",
+            "operators one by one: services compute no whole layers of it",
+        )
         padded = {
             mask: policy.sites_under(layers, mask)
             for mask in policy.masks
@@ -168,7 +174,7 @@ class Assembly:
         self.dealers_at: ChannelsAt | None = None
         self.key: MaskKey | None = None
         if (keyed := policy.feature_mask) is not None:
-            self.key = keyed.load_key(settings.key, config, checkpoint, model.norms)
+            self.key = keyed.load_key(settings.key, config, checkpoint, model.light)
         self.linear_digest = linear_digest(config, checkpoint)
         # Biases, where the TEE adds them: for integers, under masks, to what it verifies.
         operators = [

@@ -16,7 +16,6 @@ from protocol.endpoint import one_for_each
 from protocol.errors import SettingsError
 from protocol.liveness import DEFAULT_HEARTBEAT_TIMEOUT_S
 from protocol.model.checkpoint import Checkpoint, light_tensors, linear_digest, model_digest
-from protocol.model.config import read_config
 from protocol.tensors import require_little_endian, torch_dtype
 from protocol.transport import open_channel
 from tee_side.assembly import DEALT_GROUP, Assembly, MaskSettings
@@ -44,6 +43,8 @@ from tee_side.words import Operator
 if TYPE_CHECKING:
     from protocol.curve import ClientKeys, HttpAccess
     from protocol.model.at_rest import Manifest
+    from tee_side.engine.embedding import Embedding
+    from tee_side.engine.request import Pooling
     from tee_side.protect.pads.background_maker import Load, TellLoad
 
 
@@ -145,9 +146,10 @@ class Runner(AbstractContextManager["Runner"]):
             for endpoint, own in key_of.items()
         }
         self.cores = _share_cores(settings)
-        self.config = config = read_config(settings.model, settings.manifest)
+        self.config, self._checkpoint = config, checkpoint = Checkpoint.open(
+            settings.model, settings.manifest
+        )
         self.dtype = dtype = torch_dtype(settings.dtype or config.dtype)
-        self._checkpoint = checkpoint = Checkpoint(settings.model, settings.manifest)
         checkpoint.require(light_tensors(config))
         model = load_tee_model(config, checkpoint, dtype)
         with ExitStack() as opened:
@@ -213,6 +215,12 @@ class Runner(AbstractContextManager["Runner"]):
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self.settings.model, self.settings.manifest)
         return self._tokenizer
+
+    def embedding(self, pooling: Pooling | None = None) -> Embedding:
+        """Return how the model's own files say that texts become vectors; see `read_embedding`."""
+        from tee_side.engine.embedding import read_embedding
+
+        return read_embedding(self.settings.model, pooling, self.settings.manifest)
 
     @property
     def digests(self) -> tuple[str, str | None]:

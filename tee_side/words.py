@@ -24,7 +24,16 @@ OPERATORS: tuple[Operator, ...] = tuple(name for name in get_args(Operator) if n
 
 # What never leaves the TEE. `attention` is scores, softmax and values in one, where all three stay.
 LightOperator = Literal[
-    "rms_norm", "rope", "kv_cache", "attention", "softmax", "silu_mul", "residual", "sample"
+    "rms_norm",
+    "layer_norm",
+    "rope",
+    "kv_cache",
+    "attention",
+    "softmax",
+    "silu_mul",
+    "activation",
+    "residual",
+    "sample",
 ]
 
 # Operators that no layer has, and those that multiply two activations.

@@ -28,8 +28,13 @@ from torch.nn.functional import embedding, kl_div, linear, nll_loss
 from protocol.errors import ModelError, PromptError
 from protocol.integer import check_kernels
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, light_tensors, linear_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    Checkpoint,
+    light_tensors,
+    linear_tensors,
+)
+from protocol.model.config import ModelConfig
 from protocol.model.forward import Call, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_quantized, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
@@ -162,7 +167,7 @@ def measure(
     no tokenizer. Raises ModelError, PromptError for a text without a next token or ids that the
     model has not, and ActivationRangeError for activations that are not finite.
     """
-    config, checkpoint = read_config(model), Checkpoint(model)
+    config, checkpoint = Checkpoint.open(model)
     checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     if chunks is None:

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
     Field,
@@ -29,6 +30,9 @@ from tee_side.engine.tokenizer import TextStream
 from tee_side.serve.background import BackgroundEngine, Delivery, EngineStats, Ticket
 from tsqp.run.load import engine_settings, load, open_runner
 from tsqp.run.settings import RunSettings, plain_type, settings_of
+
+if TYPE_CHECKING:
+    import torch
 
 Message = Mapping[str, str]
 
@@ -138,6 +142,8 @@ class LLM(AbstractContextManager["LLM"]):
                 open_runner(settings, loaded, None, idles=True, engine=engine)
             )
             self._tokenizer = runner.tokenizer
+            # Read once it is asked for: files may say what we do not compute, and generate.
+            self._embedding, self._size = cache(runner.embedding), runner.config.hidden_size
             self._engine = BackgroundEngine(
                 runner.engine,
                 call=lambda deliver: deliver(),
@@ -198,6 +204,40 @@ class LLM(AbstractContextManager["LLM"]):
         with closing(self._start(ids, params)) as running:  # type: ignore[arg-type]
             yield from running
 
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[list[float]]:
+        """Return a vector of each text, as the model's own files say.
+
+        `prompt_name`: which of the model's prompts stands in front of each; `dimensions`: how many
+        of the first elements. Raises PromptError, LimitError, and what the engine met.
+        """
+        said = self._embedding()
+        if refused := said.refused(prompt_name, dimensions, self._size):
+            raise PromptError(refused[0], "another value", refused[1])
+        front = said.front(prompt_name)
+        given = [texts] if isinstance(texts, str) else texts
+        fine = isinstance(given, list | tuple) and all(isinstance(one, str) for one in given)
+        PromptError.unless(fine, "texts", "something else", "a text, or a list of texts")
+        vectors = []
+        with ExitStack() as ending:
+            running = []
+            for text in given:
+                ids = tuple(self._tokenizer.encode(front + text))
+                request = Request(prompt_ids=ids, max_new_tokens=0, pooling=said.pooling)
+                self._engine.check(request)
+                one = _Running(self._engine, request, None, ())
+                running.append(ending.enter_context(closing(one)))
+            for one in running:
+                one.result()
+                if one.pooled_D is not None:
+                    vectors.append(said.vector(one.pooled_D, dimensions).tolist())
+        return vectors
+
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         PromptError.unless(
             all(isinstance(message, Mapping) for message in messages),
@@ -233,7 +273,7 @@ class LLM(AbstractContextManager["LLM"]):
         )
         self._engine.check(request)
         text = prompt if isinstance(prompt, str) else None
-        streams = [TextStream(self._tokenizer, stop) for _ in range(params.n)]
+        streams = [TextStream(self._tokenizer, stop, request.prompt_ids) for _ in range(params.n)]
         return _Running(self._engine, request, text, streams)
 
 
@@ -259,6 +299,7 @@ class _Running:
             outputs,
             None if request.prompt_logprobs is None else [],
         )
+        self.pooled_D: torch.Tensor | None = None
         self._ticket: Ticket = engine.submit(request, self._deliveries.put)
 
     def __iter__(self) -> Iterator[str]:
@@ -285,6 +326,7 @@ class _Running:
             raise delivery.error
         if delivery.prompt is not None:
             self._output.num_cached_tokens = delivery.prompt.reused_tokens
+            self.pooled_D = delivery.prompt.pooled_D
             if self._output.prompt_logprobs is not None:
                 self._output.prompt_logprobs = [None, *delivery.prompt.logprobs]
         for token in delivery.tokens:

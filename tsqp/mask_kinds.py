@@ -19,16 +19,17 @@ import torch
 
 from protocol.errors import MaskError, PolicyError, SettingsError
 from protocol.messages import FUSED_MODULES, LinearOperator
-from protocol.model.checkpoint import Checkpoint, norm_names
+from protocol.model.architectures import NormName
+from protocol.model.checkpoint import Checkpoint, norm_name
 from protocol.model.config import ModelConfig
-from protocol.model.weights import LayerNorms
+from protocol.model.weights import LightWeights
 from tee_side.protect.masks.mask import Given, Hide, Mask, Masked, MaskKey, ProvisionedMask
 from tee_side.protect.randomness import Randomness
 from tee_side.words import PRODUCTS, Operator, Site
 from tsqp.feature_key import FeatureKey
 
 # The RMSNorm in front of an operator; o_proj and down_proj have none.
-GAINS: dict[LinearOperator, str] = {
+GAINS: dict[LinearOperator, NormName] = {
     "qkv_proj": "input_layernorm",
     "gate_up_proj": "post_attention_layernorm",
 }
@@ -121,7 +122,7 @@ class StaticMask(ProvisionedMask):
         path: Path | None,
         config: ModelConfig,
         checkpoint: Checkpoint,
-        norms: Sequence[LayerNorms],
+        light: Sequence[LightWeights],
     ) -> MaskKey:
         """See `ProvisionedMask.load_key`."""
         if path is None:
@@ -130,10 +131,10 @@ class StaticMask(ProvisionedMask):
             )
         key = FeatureKey.load(path)
         key.check(config, checkpoint, self)
-        return self.bind(key, config, norms)
+        return self.bind(key, config, light)
 
     @abstractmethod
-    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+    def bind(self, key: FeatureKey, config: ModelConfig, light: Sequence[LightWeights]) -> MaskKey:
         """Make the maps of a key that fits. Raises MaskError for a norm that cannot be folded."""
 
 
@@ -142,14 +143,14 @@ class FeatureMask(StaticMask):
 
     kind: ClassVar[Literal["feature"]] = "feature"
 
-    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+    def bind(self, key: FeatureKey, config: ModelConfig, light: Sequence[LightWeights]) -> MaskKey:
         """See `StaticMask.bind`."""
         seed = bytes.fromhex(key.seed)
         transforms: dict[Site, Callable[[torch.Tensor, Randomness], Masked]] = {
             (layer, operator): site_transform(self, config, seed, layer, operator, gain).mask
-            for layer, one in enumerate(norms)
+            for layer, one in enumerate(light)
             for operator in FUSED_MODULES
-            for gain in [getattr(one, GAINS[operator]) if operator in GAINS else None]
+            for gain in [gain_of(config, one, operator)]
         }
         return MaskKey(key.provision_id, key.server_linear_digest, transforms)
 
@@ -208,7 +209,7 @@ class SegmentMask(StaticMask):
     def keyed(self, config: ModelConfig, randomness: Randomness) -> KeyedSegment:
         """Make the map; `randomness`: the same at provisioning and in the TEE."""
 
-    def bind(self, key: FeatureKey, config: ModelConfig, norms: Sequence[LayerNorms]) -> MaskKey:
+    def bind(self, key: FeatureKey, config: ModelConfig, light: Sequence[LightWeights]) -> MaskKey:
         """See `StaticMask.bind`."""
         keyed = keyed_segment(self, config, bytes.fromhex(key.seed))
         digests = key.provision_id, key.server_linear_digest
@@ -225,8 +226,25 @@ class SegmentMask(StaticMask):
         return operator == "segment" or (operator == "lm_head" and cls.hides_head)
 
 
+def gain_of(
+    config: ModelConfig, light: LightWeights, operator: LinearOperator
+) -> torch.Tensor | None:
+    """Return what an operator's input was multiplied by last; None where that cannot be folded."""
+    norm = light.norms.get(GAINS[operator]) if operator in GAINS else None
+    return norm.weight if norm is not None and config.table.norm == "rms" else None
+
+
 def keyed_segment(mask: SegmentMask, config: ModelConfig, seed: bytes) -> KeyedSegment:
-    """Make the map of the residual stream, the same one each time."""
+    """Make the map of the residual stream, the same one each time.
+
+    Raises MaskError for an architecture whose layers do something else than Llama's.
+    """
+    MaskError.unless(
+        config.like_llama,
+        f"mask {mask.name}",
+        f"{config.architecture}, in whose layers it does not hold",
+        "layers like Llama's: see docs/models.md",
+    )
     return mask.keyed(config, Randomness(seed).derive(b"segment"))
 
 
@@ -239,14 +257,14 @@ def site_transform(
     gain: torch.Tensor | None,
 ) -> KeyedTransform:
     """Make one site's map, the same each time. Raises MaskError that names the gain's tensor."""
-    shapes = [config.module_shape(module) for module in FUSED_MODULES[operator]]
+    shapes = [config.module_shape(module) for module in config.modules_of(operator)]
     outputs = tuple(shape[0] for shape in shapes)
     randomness = Randomness(seed).derive(f"feature {layer} {operator}".encode())
     try:
         return mask.transform(FeatureSite(shapes[0][1], outputs, gain, randomness))
     except MaskError as error:
         norm = GAINS.get(operator)
-        site = norm_names(config, layer)[norm] if norm else f"{operator} in layer {layer}"
+        site = f"{norm_name(layer, norm)}.weight" if norm else f"{operator} in layer {layer}"
         raise MaskError(
             f"mask {mask.name}: {site}: {error.where}", got=error.got, expected=error.expected
         ) from None

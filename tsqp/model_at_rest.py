@@ -30,7 +30,14 @@ from protocol.model.at_rest import (
     unwrap,
     wrap,
 )
-from protocol.model.checkpoint import Checkpoint, bytes_of, light_tensors, linear_tensors
+from protocol.model.checkpoint import (
+    EMBEDDING,
+    LM_HEAD,
+    Checkpoint,
+    bytes_of,
+    light_tensors,
+    linear_tensors,
+)
 from protocol.model.config import read_config
 from protocol.model.files import SEALED_MAGIC, is_there, opened, read_bytes
 
@@ -65,12 +72,15 @@ def make_manifest(
             "the name of another file that is pinned",
             "one name for one content",
         )
-    config, checkpoint = read_config(directory), Checkpoint(directory)
-    wanted = light_tensors(config)
-    linears = linear_tensors(config)
-    wanted |= {name: shape for name, shape in linears.items() if checkpoint.holds([name])}
-    checkpoint.require(wanted)
-    checkpoint.refuse_extra(config)
+    config, named = Checkpoint.open(directory)
+    held = [name for name in linear_tensors(config) if named.holds([name])]
+    light = light_tensors(config)
+    # Where there is another head than the embedding, or a copy of that, what decides which it is.
+    light |= {LM_HEAD: light[EMBEDDING]} if named.holds([LM_HEAD]) else {}
+    named.require(light | dict.fromkeys(held, ()))
+    named.refuse_extra(config)
+    # Under the names of the files.
+    wanted, checkpoint = named.stored([*light, *held]), Checkpoint(directory)
     tensors: dict[str, TensorPin] = {}
     for name in sorted(wanted):
         digests = [

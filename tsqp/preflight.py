@@ -23,7 +23,7 @@ from protocol.model.checkpoint import (
     linear_tensors,
     model_digest,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig
 from protocol.model.files import find_file
 from protocol.transport import open_channel
 from tee_side.engine.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -76,12 +76,16 @@ class Start:
     @cached_property
     def config(self) -> ModelConfig:
         """The model's configuration. Raises ModelError, ManifestError."""
-        return read_config(self.model, self.manifest)
+        return self._opened[0]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The model's weights. Raises ModelError, ManifestError."""
-        return Checkpoint(self.model, self.manifest)
+        return self._opened[1]
+
+    @cached_property
+    def _opened(self) -> tuple[ModelConfig, Checkpoint]:
+        return Checkpoint.open(self.model, self.manifest)
 
     @cached_property
     def digests(self) -> tuple[str, str | None]:

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -75,7 +75,12 @@ PinnedFile = Literal[
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "modules.json",
+    "1_Pooling/config.json",
+    "config_sentence_transformers.json",
 ]
 
 _ITEM_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
@@ -102,15 +107,13 @@ class TensorPin(Strict):
 
     dtype: Literal["F32", "F16", "BF16"]
     # The first fault ends the reading: pydantic would take some kilobytes for each.
-    shape: Annotated[
-        tuple[_Size, ...], Field(strict=False, min_length=1, max_length=2, fail_fast=True)
-    ]
+    shape: Annotated[tuple[_Size, ...], Field(strict=False, max_length=2, fail_fast=True)]
     blocks: Annotated[tuple[Digest, ...], Field(strict=False, fail_fast=True)]
 
     @model_validator(mode="after")
     def _complete(self) -> TensorPin:
         rows = rows_per_block(self.shape, math.prod(self.shape[1:]) * _ITEM_BYTES[self.dtype])
-        expected = -(-self.shape[0] // rows)
+        expected = -(-math.prod(self.shape[:1]) // rows)
         if len(self.blocks) != expected:
             raise ValueError(f"{expected} blocks, not {len(self.blocks)}")
         return self
@@ -129,6 +132,12 @@ class FilePin(Strict):
 
     def __str__(self) -> str:
         return f"{self.size} bytes of SHA-256 {self.sha256}"
+
+
+def _name_of(path: Path) -> str:
+    """Return the name under which a file is pinned: with a folder, of the files that have one."""
+    inner = f"{path.parent.name}/{path.name}"
+    return inner if inner in get_args(PinnedFile) else path.name
 
 
 class Manifest(Strict):
@@ -169,7 +178,7 @@ class Manifest(Strict):
         ManifestError.unless(
             found == wanted.lower(), f"{path}: SHA-256", found, f"{shown(wanted)}, as was asked for"
         )
-        limit_structure(content, str(path), ManifestError, **_LIMITS)
+        limit_structure(content, str(path), _LIMITS, ManifestError)
         parsed = parse_object(content, str(path), ManifestError)
         manifest = validate_file(Manifest, parsed, str(path), ManifestError)
         manifest._source = f"{_UNREAD} {path}"
@@ -177,12 +186,12 @@ class Manifest(Strict):
 
     def check_file(self, path: Path, content: bytes) -> None:
         """Check what was read from `path` against what is pinned under its name."""
-        pinned = self._pinned(path.name)
+        pinned = self._pinned(_name_of(path))
         if pinned is None:
             raise ManifestError(
                 str(path),
                 f"a file that {self._source} does not name",
-                f"a manifest of {path.name}: run tsqp manifest again",
+                f"a manifest of {_name_of(path)}: run tsqp manifest again",
             )
         self._compare(str(path), _sha256(content), pinned)
 
@@ -212,7 +221,7 @@ class Manifest(Strict):
 
     def find(self, path: Path) -> Path | None:
         """Return the path of a file that is pinned and there; None for one that is not pinned."""
-        if self._pinned(path.name) is None:
+        if self._pinned(_name_of(path)) is None:
             return None
         if not is_there(path):
             self._compare(str(path), "no such file", "one")

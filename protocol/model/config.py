@@ -3,93 +3,38 @@
 Field names are Hugging Face's. What we do not know how to compute is refused by name rather than
 ignored; keys that do not change the forward pass are skipped.
 
-The table of architectures (`ARCHITECTURES`) says how each differs from Llama. Configuration,
-checkpoint, weights, digests and the forward pass read it. A `Width` is a letter or two of the shape
-suffixes: D hidden size, F intermediate size, C head dim, HC and KC all query heads and all
-key/value heads side by side.
+`protocol.model.architectures` says how each architecture differs from Llama; what a file does not
+say, its entry there does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from protocol.errors import ModelError, describe
-from protocol.messages import FUSED_MODULES, FloatDtype, ModuleName, Projection
+from protocol.errors import ModelError, describe, shown
+from protocol.messages import FUSED_MODULES, FloatDtype, LinearOperator, ModuleName, Projection
+from protocol.model.architectures import (
+    ARCHITECTURES,
+    HEAD_NORMS,
+    LLAMA,
+    NEUTRAL,
+    ROPE_KEYS,
+    TEXT_MODELS,
+    WRAPPERS,
+    ActivationName,
+    Architecture,
+    Width,
+)
 from protocol.model.files import find_file, read_json
-from protocol.validation import M, Strict, validate_file
+from protocol.validation import Strict, validate_file, validate_known
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest
-
-ArchitectureName = Literal[
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-]
-Width = Literal["D", "F", "C", "HC", "KC"]
-
-
-class Weight(NamedTuple):
-    """A module or an RMSNorm of a layer: where its tensors are, and how wide its output is.
-
-    `inputs`: how wide a module's input is.
-    """
-
-    path: str
-    outputs: Width
-    inputs: Width = "D"
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One entry.
-
-    `biases`: the modules that may have one, each with the key of config.json that says so; empty
-    where they always have. `head_dim`: of a config.json that does not say; None for the hidden size
-    over the number of heads. `windows`: which layers have `sliding_window`: none, all, or those
-    that config.json lists.
-    """
-
-    norms: Mapping[str, Weight]
-    modules: Mapping[ModuleName, Weight]
-    biases: Mapping[str, str]
-    head_dim: int | None = None
-    windows: Literal["none", "all", "listed"] = "none"
-
-
-_QKV = ("q_proj", "k_proj", "v_proj")
-_ATTENTION = dict.fromkeys((*_QKV, "o_proj"), "attention_bias")
-
-LLAMA = Architecture(
-    norms={name: Weight(name, "D") for name in ("input_layernorm", "post_attention_layernorm")},
-    modules={
-        "q_proj": Weight("self_attn.q_proj", "HC"),
-        "k_proj": Weight("self_attn.k_proj", "KC"),
-        "v_proj": Weight("self_attn.v_proj", "KC"),
-        "o_proj": Weight("self_attn.o_proj", "D", "HC"),
-        "gate_proj": Weight("mlp.gate_proj", "F"),
-        "up_proj": Weight("mlp.up_proj", "F"),
-        "down_proj": Weight("mlp.down_proj", "D", "F"),
-    },
-    biases=_ATTENTION | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp_bias"),
-)
-_HEAD_NORMS = {"q_norm": Weight("self_attn.q_norm", "C"), "k_norm": Weight("self_attn.k_norm", "C")}
-
-ARCHITECTURES: Mapping[ArchitectureName, Architecture] = {
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": replace(LLAMA, biases={}, windows="all"),
-    "Qwen2ForCausalLM": replace(LLAMA, biases=dict.fromkeys(_QKV, ""), windows="listed"),
-    "Qwen3ForCausalLM": replace(
-        LLAMA,
-        norms={**LLAMA.norms, **_HEAD_NORMS},
-        biases=_ATTENTION,
-        head_dim=128,
-        windows="listed",
-    ),
-}
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 # What a rope_type cannot do without.
@@ -127,8 +72,11 @@ class RopeParameters(Strict):
     high_freq_factor: Positive | None = None
     short_factor: Factors | None = None
     long_factor: Factors | None = None
-    # Rotating only a part of each head is not implemented.
-    partial_rotary_factor: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
+    # How much of each head turns.
+    partial_rotary_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    # Of single families: by how much queries grow with their positions; how far the base stretches.
+    llama_4_scaling_beta: NotNegative | None = None
+    alpha: Positive | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> RopeParameters:
@@ -149,41 +97,64 @@ class _Sizes(BaseModel):
     num_hidden_layers: Annotated[int, Field(ge=1, lt=4096)]
     num_attention_heads: Size
     max_position_embeddings: Size
-    rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = False
 
 
 class ModelConfig(_Sizes, Strict):
-    """Everything about a model that the forward pass depends on, except the weights."""
+    """Everything about a model that the forward pass depends on, except the weights.
 
-    architecture: ArchitectureName
+    `ropes`: the kinds of RoPE that there are; `layer_ropes`: which of them each layer has, None for
+    none. What `embedding`, a layer's sublayers, the scores q k^T and the logits are multiplied by
+    is a `scale`; to `cap` x is to take cap * tanh(x / cap).
+    """
+
+    architecture: Annotated[str, AfterValidator(lambda name: ARCHITECTURES[name] and name)]
     num_key_value_heads: Size
     head_dim: HeadDim
-    rope: RopeParameters
+    ropes: tuple[RopeParameters, ...]
+    layer_ropes: tuple[int | None, ...]
     dtype: FloatDtype
     biased_modules: frozenset[ModuleName]
     # Per layer: how many tokens back a token may look, itself included; None for all.
     sliding_windows: tuple[Size | None, ...]
     eos_token_ids: frozenset[int]
+    activation: ActivationName
+    norm_eps: Positive
+    embedding_scale: Positive = 1.0
+    residual_scale: Positive = 1.0
+    # Whether there is an LM head: files of an embedding model may have none.
+    generates: bool = True
+    score_scale: Positive
+    score_cap: Positive | None = None
+    logit_scale: Positive = 1.0
+    logit_cap: Positive | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelConfig:
-        heads, rope = self.heads, self.rope
+        heads = self.heads
         if heads[0] % heads[1]:
             raise ValueError(
                 f"num_key_value_heads ({heads[1]}) must divide num_attention_heads ({heads[0]})"
             )
-        for name in ("short_factor", "long_factor"):
-            factors = getattr(rope, name)
-            if factors is not None and len(factors) != self.head_dim // 2:
-                raise ValueError(
-                    f"rope {name} has {len(factors)} entries, head_dim / 2 is {self.head_dim // 2}"
-                )
-        if rope.rope_type == "dynamic" and self.head_dim < 4:
-            raise ValueError(f"dynamic RoPE needs a head_dim of at least 4, not {self.head_dim}")
-        if rope.rope_type == "longrope" and rope.original_max_position_embeddings == 1:
-            raise ValueError("longrope needs original_max_position_embeddings of at least 2")
+        for rope in self.ropes:
+            dim = self.rotary_dim(rope)
+            if dim < 2 or dim % 2:
+                whole = self.head_dim
+                raise ValueError(f"partial_rotary_factor of {whole} must be even, not {dim}")
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(rope, name)
+                if factors is not None and len(factors) != dim // 2:
+                    half = f"{dim // 2}: half of what turns"
+                    raise ValueError(f"rope {name} has {len(factors)} entries, not {half}")
+            if rope.rope_type == "dynamic" and dim < 4:
+                raise ValueError(f"dynamic RoPE needs a head_dim of at least 4, not {dim}")
+            if rope.rope_type == "longrope" and rope.original_max_position_embeddings == 1:
+                raise ValueError("longrope needs original_max_position_embeddings of at least 2")
         return self
+
+    def rotary_dim(self, rope: RopeParameters) -> int:
+        """Return how many elements of a head turn."""
+        return int(self.head_dim * rope.partial_rotary_factor)
 
     @property
     def context_length(self) -> int:
@@ -192,9 +163,19 @@ class ModelConfig(_Sizes, Strict):
         `max_position_embeddings`, except with dynamic NTK scaling: there it is the length that the
         model was trained with, and `factor` says how far beyond it the scaling is meant to carry.
         """
-        if self.rope.rope_type == "dynamic" and self.rope.factor is not None:
-            return int(self.max_position_embeddings * max(1.0, self.rope.factor))
-        return self.max_position_embeddings
+        factors = [
+            rope.factor
+            for rope in self.ropes
+            if rope.rope_type == "dynamic" and rope.alpha is None and rope.factor is not None
+        ]
+        return int(self.max_position_embeddings * max([1.0, *factors]))
+
+    @property
+    def rope_span(self) -> int | None:
+        """Up to how many tokens RoPE is the same, however long a sequence is; None: always."""
+        spans = {"dynamic": self.max_position_embeddings} if self.ropes[0].alpha is None else {}
+        first = self.ropes[0].original_max_position_embeddings
+        return (spans | {"longrope": first}).get(self.ropes[0].rope_type)
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -208,14 +189,26 @@ class ModelConfig(_Sizes, Strict):
 
     @property
     def qk_norm(self) -> bool:
-        """Whether each head of queries and keys is normed."""
+        """Whether queries and keys are normed."""
         return "q_norm" in self.table.norms
+
+    @property
+    def like_llama(self) -> bool:
+        """Whether layers differ from Llama's by biases, windows and norms of heads alone."""
+        like = replace(LLAMA, biases=self.table.biases, windows=self.table.windows)
+        norms = LLAMA.norms | (HEAD_NORMS if self.qk_norm else {})
+        like = replace(like, norms=norms, defaults=self.table.defaults, aliases=self.table.aliases)
+        return like == self.table and self.activation == "silu" and len(self.ropes) == 1
 
     def width(self, name: Width) -> int:
         """Return one of the sizes that the table names."""
         H, K, C = self.heads
         widths = {"D": self.hidden_size, "F": self.intermediate_size}
         return (widths | {"C": C, "HC": H * C, "KC": K * C})[name]
+
+    def modules_of(self, operator: LinearOperator) -> tuple[ModuleName, ...]:
+        """Return the modules that a fused operator has."""
+        return tuple(m for m in FUSED_MODULES[operator] if m in self.table.modules)
 
     def module_shape(self, module: ModuleName) -> tuple[int, int]:
         """Return (out_features, in_features) of one linear module."""
@@ -231,7 +224,7 @@ class ModelConfig(_Sizes, Strict):
             return {}, (self.vocab_size, self.hidden_size)
         rows: dict[ModuleName, slice] = {}
         start = in_features = 0
-        for module in FUSED_MODULES[operator]:
+        for module in self.modules_of(operator):
             out_features, in_features = self.module_shape(module)
             rows[module] = slice(start, start + out_features)
             start += out_features
@@ -258,29 +251,42 @@ class _EndOfText(BaseModel):
 class _ConfigFile(_Sizes, _EndOfText):
     """The keys of config.json that the forward pass depends on. None is as good as left out."""
 
-    architectures: Annotated[
-        ArchitectureName,
-        BeforeValidator(lambda value: value[0] if isinstance(value, list) and value else value),
-    ]
-    # What we cannot compute otherwise.
-    hidden_act: Literal["silu"] = "silu"
-    quantization_config: None = None
-    pretraining_tp: Literal[1] = 1
+    hidden_act: str = "silu"
+    hidden_activation: str = "silu"
     num_key_value_heads: Size | None = None
     head_dim: HeadDim | None = None
     dtype: FloatDtype | None = None
     torch_dtype: FloatDtype | None = None
     attention_bias: bool | None = None
+    attention_out_bias: bool | None = None
     mlp_bias: bool | None = None
-    # The default of all three configuration classes that have it.
-    sliding_window: Size | None = 4096
+    use_bias: bool | None = None
+    use_qkv_bias: bool | None = None
+    rms_norm_eps: Positive = 1e-6
+    layer_norm_eps: Positive = 1e-5
+    norm_epsilon: Positive = 1e-5
+    norm_eps: Positive = 1e-5
+    embedding_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    attention_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+    logit_scale: Positive | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    sliding_window: Size | None = None
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Field(ge=0)] = 28
+    sliding_window_pattern: Any = None
     layer_types: Any = None
+    no_rope_layers: Any = None
+    no_rope_layer_interval: Size = 4
     # Of transformers 5, and before. What they hold is `RopeParameters`'s to check.
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_theta: Any = None
+    rope_local_base_freq: Any = None
+    partial_rotary_factor: Any = None
     original_max_position_embeddings: Any = None
 
 
@@ -291,67 +297,189 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     architecture, activation, RoPE type or quantisation, sizes that do not fit together; and
     ManifestError for files that are not those of the manifest.
     """
-    ModelError.unless(directory.is_dir(), str(directory), "no such directory", "a model directory")
-    path = find_file(directory, "config.json", manifest)
+    path = find_file(directory, "config.json", manifest) if directory.is_dir() else None
     if path is None:
-        raise ModelError(str(directory), "no config.json", "a Hugging Face directory")
-    file = _read_known(_ConfigFile, path, manifest)
+        raise ModelError(str(directory), *_what_it_is(directory))
+    name, raw = _settings(read_json(path, manifest), path)
+    table = ARCHITECTURES[name]
+    file = validate_known(_ConfigFile, raw, str(path))
     # As in transformers: generation_config.json decides where it names any.
     eos = file.eos_token_id
     if generation := find_file(directory, "generation_config.json", manifest):
-        eos = _read_known(_EndOfText, generation, manifest).eos_token_id or eos
-    heads, table = file.num_attention_heads, ARCHITECTURES[file.architectures]
+        said = read_json(generation, manifest)
+        eos = validate_known(_EndOfText, said, str(generation)).eos_token_id or eos
+    heads = file.num_attention_heads
+    head_dim = file.head_dim or file.hidden_size // heads
     biased = (m for m, key in table.biases.items() if not key or getattr(file, key))
+    types = _layer_types(file, table, path)
+    ropes, layer_ropes = _ropes(file, table, types, path)
+    activation = getattr(file, table.activation)
+    activation = table.aliases.get(activation, activation)
+    known = get_args(ActivationName)
+    where, expected = f"{path}: {table.activation}", f"one of {', '.join(known)}"
+    ModelError.unless(activation in known, where, describe(activation), expected)
+    numbers = {field: (getattr(file, one.key), one.power) for field, one in table.numbers.items()}
     fields = file.model_dump(include=set(_Sizes.model_fields)) | {
-        "architecture": file.architectures,
+        "architecture": name,
         "num_key_value_heads": file.num_key_value_heads or heads,
-        "head_dim": file.head_dim or table.head_dim or file.hidden_size // heads,
-        "rope": _rope(file, path),
+        "head_dim": head_dim,
+        "ropes": ropes,
+        "layer_ropes": layer_ropes,
         "dtype": file.dtype or file.torch_dtype or "float32",
         "biased_modules": frozenset(biased),
-        "sliding_windows": _sliding_windows(file, path),
+        "sliding_windows": tuple(file.sliding_window if one else None for one in types),
         "eos_token_ids": frozenset(eos),
+        "activation": activation,
+        "norm_eps": getattr(file, table.norm_eps),
+        "score_scale": head_dim**-0.5,
+        **{field: value**power for field, (value, power) in numbers.items() if value is not None},
     }
     return validate_file(ModelConfig, fields, str(path))
 
 
-def _read_known(cls: type[M], path: Path, manifest: Manifest | None) -> M:
-    """Read the keys of a file that a model has, and skip the others."""
-    raw = read_json(path, manifest)
-    known = {name: raw[name] for name in cls.model_fields if name in raw}
-    return validate_file(cls, known, str(path))
+def _what_it_is(path: Path) -> tuple[str, str]:
+    """Say what a path is that is no model directory, and which command makes one of it."""
+    plain = "a Hugging Face directory with config.json"
+    if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            return "no config.json but an adapter", f"{plain}, as tsqp import --base makes of both"
+        if found := sorted(path.glob("*.gguf")):
+            return f"no config.json but {shown(found[0].name)}", f"{plain}, as tsqp import makes"
+        return "no config.json", plain
+    if path.suffix == ".gguf" and path.is_file():
+        return "a GGUF file", f"{plain}, as tsqp import makes of it"
+    if path.is_file():
+        return "a file", f"{plain}, in which it may be"
+    hub = len(path.parts) == 2 and not path.is_absolute()
+    return "no such directory", plain + ", as tsqp pull gets from a hub" * hub
 
 
-def _rope(file: _ConfigFile, path: Path) -> RopeParameters:
+def _settings(raw: dict[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the architecture, and the keys of its model with the defaults of those left out.
+
+    Raises ModelError for an architecture that is not in the table, quantised weights, and a key
+    that changes numbers of another architecture.
+    """
+    names = raw.get("architectures")
+    name: Any = names[0] if isinstance(names, list) and names else names
+    if name in WRAPPERS:
+        text: Any = raw.get("text_config")
+        ModelError.unless(
+            isinstance(text, dict), f"{path}: text_config", describe(text), "settings"
+        )
+        # As in transformers 5, the outer one counts; without it there is none but the embedding.
+        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+        raw = {**{k: raw[k] for k in _OUTER if k in raw}, **text, **tied}
+        kind = raw.get("model_type")
+        where, expected = f"{path}: text_config: model_type", f"one of {', '.join(TEXT_MODELS)}"
+        ModelError.unless(str(kind) in TEXT_MODELS, where, describe(kind), expected)
+        name = TEXT_MODELS[str(kind)]
+    whole = f"{str(name).removesuffix('Model')}ForCausalLM"
+    bare = isinstance(name, str) and name.endswith("Model") and whole in ARCHITECTURES
+    known = f"{whole}, whose layers these are" if bare else f"one of {', '.join(_NAMES)}"
+    found = isinstance(name, str) and name in ARCHITECTURES
+    ModelError.unless(found, f"{path}: architectures", describe(name), known)
+    quantised = raw.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    ModelError.unless(
+        quantised is None,
+        f"{path}: quantization_config",
+        f"weights quantised by {shown(str(method or 'an unknown method'))}",
+        "plain ones, as tsqp import makes of them",
+    )
+    table = ARCHITECTURES[name]
+    read = {one.key for one in table.numbers.values()} | {
+        *(("sliding_window",) if table.windows != "none" else ()),
+        *(("no_rope_layers",) if table.rope == "listed" else ()),
+    }
+    for key in NEUTRAL.keys() - read:
+        fine = table.neutral.get(key, NEUTRAL[key])
+        neutral = raw.get(key) is None or raw[key] in fine
+        expected = f"{' or '.join(map(describe, fine)) or 'none'}, for a {name}"
+        ModelError.unless(neutral, f"{path}: {key}", describe(raw.get(key)), expected)
+    return name, {**table.defaults, **raw}
+
+
+# Beside the settings of the model that reads text, in a file of several.
+_OUTER = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
+_NAMES = (*ARCHITECTURES, *WRAPPERS)
+
+
+def _layer_types(file: _ConfigFile, table: Architecture, path: Path) -> tuple[bool, ...]:
+    """Say of each layer whether it has a window. Raises ModelError."""
+    layers, types = range(file.num_hidden_layers), file.layer_types
+    if file.sliding_window is None or table.windows in ("none", "all"):
+        return (table.windows == "all" and file.sliding_window is not None,) * len(layers)
+    if table.windows == "used" and not file.use_sliding_window:
+        return (False,) * len(layers)
+    if types is not None:
+        known = ("sliding_attention", "full_attention")
+        fits = isinstance(types, list) and len(types) == len(layers)
+        fits = fits and all(isinstance(one, str) and one in known for one in types)
+        expected = f"{len(layers)} times {' or '.join(known)}"
+        ModelError.unless(fits, f"{path}: layer_types", describe(types), expected)
+        return tuple(one == known[0] for one in types)
+    if "max_window_layers" in table.defaults:
+        return tuple(layer >= file.max_window_layers for layer in layers)
+    every = file.sliding_window_pattern
+    fits = isinstance(every, int) and every > 0
+    ModelError.unless(fits, f"{path}: layer_types", "nothing", "the type of each layer")
+    return tuple((layer + 1) % every != 0 for layer in layers)
+
+
+def _ropes(
+    file: _ConfigFile, table: Architecture, windowed: Sequence[bool], path: Path
+) -> tuple[tuple[RopeParameters, ...], tuple[int | None, ...]]:
+    """Read the kinds of RoPE, and which of them each layer has. Raises ModelError."""
+    layers = range(file.num_hidden_layers)
+    if not table.rope_by_type:
+        has = [True for _ in layers]
+        if table.rope == "windowed" and file.sliding_window is not None:
+            has = list(windowed)
+        if table.rope == "listed":
+            every, listed = file.no_rope_layer_interval, file.no_rope_layers
+            has = [(n + 1) % every != 0 for n in layers] if listed is None else listed
+            fits = isinstance(has, list) and len(has) == len(layers)
+            ModelError.unless(
+                fits, f"{path}: no_rope_layers", describe(listed), f"{len(layers)} times 0 or 1"
+            )
+        return (_rope(file, table, path),), tuple(0 if one else None for one in has)
+    # Those with a window have one of their own, which is not scaled unless a file says so.
+    kinds = []
+    for kind, theta in (("full", file.rope_theta), ("sliding", file.rope_local_base_freq)):
+        named = file.rope_parameters or {}
+        own = named.get(f"{kind}_attention") or ({} if "full_attention" in named else named)
+        where = f"{path}: rope_parameters: {kind}_attention"
+        ModelError.unless(isinstance(own, dict), where, describe(own), "an object")
+        scaled = {} if kind == "sliding" else file.rope_scaling or {}
+        given = {"rope_theta": theta} | own | scaled
+        alone = {"rope_parameters": given, "rope_scaling": None, "rope_theta": None}
+        kinds.append(_rope(file.model_copy(update=alone), table, path))
+    return tuple(kinds), tuple(int(one) for one in windowed)
+
+
+def _rope(file: _ConfigFile, table: Architecture, path: Path) -> RopeParameters:
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     key = "rope_scaling" if file.rope_scaling else "rope_parameters"
-    fields: dict[str, Any] = {} if file.rope_theta is None else {"rope_theta": file.rope_theta}
+    outer = {"rope_theta": file.rope_theta, "partial_rotary_factor": file.partial_rotary_factor}
+    fields: dict[str, Any] = {name: value for name, value in outer.items() if value is not None}
     fields |= getattr(file, key) or {}
     # `type` is the key of the earliest configurations, and may stand beside `rope_type`.
     legacy_type = fields.pop("type", None)
     fields.setdefault("rope_type", "default" if legacy_type is None else legacy_type)
+    if isinstance(kind := fields["rope_type"], str):
+        fields["rope_type"] = table.aliases.get(kind, kind)
     if fields["rope_type"] in ("yarn", "longrope", "llama3"):
         # Beside the parameters it wins over what is inside, as in transformers.
-        name, outer = "original_max_position_embeddings", file.original_max_position_embeddings
-        fields |= {} if outer is None else {name: outer}
+        name, outer_length = (
+            "original_max_position_embeddings",
+            file.original_max_position_embeddings,
+        )
+        fields |= {} if outer_length is None else {name: outer_length}
         fields.setdefault(name, file.max_position_embeddings)
-    return validate_file(RopeParameters, fields, f"{path}: {key}")
-
-
-def _sliding_windows(file: _ConfigFile, path: Path) -> tuple[int | None, ...]:
-    layers, window, types = file.num_hidden_layers, file.sliding_window, file.layer_types
-    listed = ARCHITECTURES[file.architectures].windows
-    if listed == "all":
-        return (window,) * layers
-    if listed == "none" or window is None or not file.use_sliding_window:
-        return (None,) * layers
-    if types is None:
-        first = file.max_window_layers
-        return tuple(window if layer >= first else None for layer in range(layers))
-    known = {"sliding_attention": window, "full_attention": None}
-    fits = isinstance(types, list) and len(types) == layers
-    fits = fits and all(isinstance(t, str) and t in known for t in types)
-    ModelError.unless(
-        fits, f"{path}: layer_types", describe(types), f"{layers} times {' or '.join(known)}"
-    )
-    return tuple(known[t] for t in types)
+    for name in (ROPE_KEYS.keys() - table.rope_keys) & fields.keys():
+        neutral = fields[name] is None or fields[name] in ROPE_KEYS[name]
+        ModelError.unless(neutral, f"{path}: {key}: {name}", describe(fields[name]), "none")
+    # What no model of `transformers` reads changes nothing.
+    known = {name: fields[name] for name in RopeParameters.model_fields if name in fields}
+    return validate_file(RopeParameters, known, f"{path}: {key}")

@@ -32,8 +32,12 @@ _KINDS = {
 _STRUCTURE = {"lists": (b"[", b"{"), "items": (b",",), "keys": (b":",)}
 # How every sealed file begins.
 SEALED_MAGIC = b"TSQPSEA1"
-# An index names some thousand tensors. Parsed, the worst JSON takes thirty times its size.
+# Of settings. Parsed, the worst JSON takes thirty times its size.
 MAX_JSON_BYTES = 2 * 1024 * 1024
+# Of what names each tensor of a model, of which those with experts have 100,000; and what may be in
+# it, three lists or objects and eleven items for each.
+MAX_TENSORS_BYTES = 32 * 1024 * 1024
+TENSORS_LIMITS = {"lists": 400_000, "items": 1_200_000, "keys": 800_000}
 # Of a tensor, as it is read and pinned (`protocol.model.at_rest`).
 BLOCK_BYTES = 4 * 1024 * 1024
 
@@ -56,7 +60,10 @@ class OpenFile:
         Raises ModelError, and SealError for a sealed file of which `use_seal` was not told.
         """
         with _readable(self.path), os.fdopen(self._descriptor, "rb", closefd=False) as file:
-            start = file.read(limit)
+            file.seek(0)
+            # As much memory as there is file: one that is longer than it said is read on.
+            start = file.read(most := min(limit, self.size + 1))
+            start += file.read(limit - most) if len(start) == most else b""
         plain = not start.startswith(SEALED_MAGIC)
         expected = "a plain one, or its key (tee-runner --seal-key)"
         SealError.unless(plain, str(self.path), "a sealed file", expected)
@@ -175,7 +182,10 @@ def read_bytes(path: Path, limit: int, *, inside: bool = True) -> bytes:
 
 
 def limit_structure(
-    content: bytes, where: str, error: type[InputError] = ModelError, **limits: int
+    content: bytes,
+    where: str,
+    limits: Mapping[str, int],
+    error: type[InputError] = ModelError,
 ) -> None:
     """Refuse JSON with more `lists` (objects among them), `items` or `keys`, before it is parsed.
 
@@ -249,6 +259,10 @@ def read_file(path: Path, limit: int, manifest: Pins | None) -> bytes:
     return content
 
 
-def read_json(path: Path, manifest: Pins | None = None) -> dict[str, Any]:
+def read_json(
+    path: Path, manifest: Pins | None = None, limit: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """Read a JSON object. Raises ModelError that names the file, ManifestError if it differs."""
-    return parse_object(read_file(path, MAX_JSON_BYTES, manifest), str(path))
+    content = read_file(path, limit, manifest)
+    limit_structure(content, str(path), TENSORS_LIMITS)
+    return parse_object(content, str(path))

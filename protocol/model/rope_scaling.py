@@ -11,10 +11,11 @@ from typing import TypeAlias
 
 import torch
 
-from protocol.model.config import ModelConfig, RopeType
+from protocol.model.config import ModelConfig, RopeParameters, RopeType
 
 # Frequencies, and what cos and sin are multiplied by: see `protocol.model.forward`.
-Scaled: TypeAlias = tuple[torch.Tensor, float]
+Tensor: TypeAlias = torch.Tensor
+Scaled: TypeAlias = tuple[Tensor, float]
 
 
 def _given(value: float | None) -> float:
@@ -22,31 +23,38 @@ def _given(value: float | None) -> float:
     return 1.0 if value is None else value
 
 
-def _linear(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+def _linear(_c: ModelConfig, rope: RopeParameters, _length: int, exponents_c: Tensor) -> Scaled:
     """Positions that are as many times denser."""
-    return 1.0 / config.rope.rope_theta**exponents_c / _given(config.rope.factor), 1.0
+    return 1.0 / rope.rope_theta**exponents_c / _given(rope.factor), 1.0
 
 
-def _dynamic_ntk(config: ModelConfig, sequence_length: int, exponents_c: torch.Tensor) -> Scaled:
-    """NTK-aware scaling: the base grows once the sequence exceeds the trained context."""
-    trained, dim = config.max_position_embeddings, config.head_dim
-    factor = _given(config.rope.factor)
-    growth = (factor * max(sequence_length, trained) / trained) - (factor - 1)
-    base = config.rope.rope_theta * growth ** (dim / (dim - 2))
+def _dynamic_ntk(
+    config: ModelConfig, rope: RopeParameters, sequence_length: int, exponents_c: Tensor
+) -> Scaled:
+    """NTK-aware scaling: the base grows once the sequence exceeds the trained context.
+
+    With `alpha`, as Hunyuan has it, always, and by a factor that no length changes.
+    """
+    trained, dim = config.max_position_embeddings, config.rotary_dim(rope)
+    factor = _given(rope.factor)
+    growth = rope.alpha
+    if growth is None:
+        growth = (factor * max(sequence_length, trained) / trained) - (factor - 1)
+    base = rope.rope_theta * growth ** (dim / (dim - 2))
     return 1.0 / base**exponents_c, 1.0
 
 
-def _stretch(config: ModelConfig) -> tuple[float, int]:
+def _stretch(config: ModelConfig, rope: RopeParameters) -> tuple[float, int]:
     """Return the context extension factor and the context length before it."""
-    original = config.rope.original_max_position_embeddings or config.max_position_embeddings
-    factor = config.rope.factor
+    original = rope.original_max_position_embeddings or config.max_position_embeddings
+    factor = rope.factor
     return (config.max_position_embeddings / original if factor is None else factor), original
 
 
-def _yarn(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+def _yarn(config: ModelConfig, rope: RopeParameters, _length: int, exponents_c: Tensor) -> Scaled:
     """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, ramp in between."""
-    rope, dim = config.rope, config.head_dim
-    factor, original = _stretch(config)
+    dim = config.rotary_dim(rope)
+    factor, original = _stretch(config, rope)
 
     def magnitude(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
@@ -73,10 +81,11 @@ def _yarn(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scale
     return (1.0 / (factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept, scaling
 
 
-def _longrope(config: ModelConfig, sequence_length: int, exponents_c: torch.Tensor) -> Scaled:
+def _longrope(
+    config: ModelConfig, rope: RopeParameters, sequence_length: int, exponents_c: Tensor
+) -> Scaled:
     """LongRoPE (arXiv 2402.13753): one factor per dimension, another set for long sequences."""
-    rope = config.rope
-    factor, original = _stretch(config)
+    factor, original = _stretch(config, rope)
     scaling = rope.attention_factor
     if scaling is None:
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -85,9 +94,8 @@ def _longrope(config: ModelConfig, sequence_length: int, exponents_c: torch.Tens
     return 1.0 / (extension * rope.rope_theta**exponents_c), scaling
 
 
-def _llama3(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Scaled:
+def _llama3(_c: ModelConfig, rope: RopeParameters, _length: int, exponents_c: Tensor) -> Scaled:
     """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
-    rope = config.rope
     inv_freq = 1.0 / rope.rope_theta**exponents_c
     factor, low, high = map(_given, (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
     original = rope.original_max_position_embeddings or 8192
@@ -99,8 +107,8 @@ def _llama3(config: ModelConfig, _length: int, exponents_c: torch.Tensor) -> Sca
     return torch.where(between, blended, scaled), 1.0
 
 
-# Of a sequence of so many tokens, by the exponents of the base [head_dim / 2].
-SCALINGS: Mapping[RopeType, Callable[[ModelConfig, int, torch.Tensor], Scaled]] = {
+# Of a sequence of so many tokens, by the exponents of the base [c].
+SCALINGS: Mapping[RopeType, Callable[[ModelConfig, RopeParameters, int, Tensor], Scaled]] = {
     "linear": _linear,
     "dynamic": _dynamic_ntk,
     "yarn": _yarn,

@@ -11,19 +11,30 @@ Both sides derive them from the same checkpoint with the same float32 operations
 the same integers bit by bit.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, softplus
 
 from protocol.errors import ModelError
 from protocol.integer import empty_weight
 from protocol.messages import ModuleName, Projection
-from protocol.model.checkpoint import Checkpoint, lm_head_name, module_name
+from protocol.model.architectures import NormName
+from protocol.model.checkpoint import (
+    FINAL_NORM,
+    FINAL_NORM_BIAS,
+    XIELU,
+    Checkpoint,
+    lm_head_name,
+    module_name,
+    norm_name,
+    norm_tensors,
+)
 from protocol.model.config import ModelConfig
 
 CPU = torch.device("cpu")
-_UNUSED = torch.empty(0)
 INT8_MAX = 127
 _BLOCK_ELEMENTS = 2**21
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -47,16 +58,53 @@ class FusedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNorms:
-    """RMSNorm weights of one layer: [D]; `q_norm`, `k_norm`: [C], empty unless `qk_norm`.
+class NormTensors:
+    """Weight and bias of a norm: [D], of queries and keys [C] or [H * C]; no bias: None.
 
-    Where a mask has transformed them for a service, these may be [heads, C], one for each head.
+    Where a mask has transformed it for a service, it may be [heads, C], one for each head.
     """
 
-    input_layernorm: torch.Tensor
-    post_attention_layernorm: torch.Tensor
-    q_norm: torch.Tensor = _UNUSED
-    k_norm: torch.Tensor = _UNUSED
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LightWeights:
+    """What a layer has besides matrices.
+
+    `xielu`: alpha_p, alpha_n, beta and eps of the activation of that name, float32 [4].
+    """
+
+    norms: Mapping[NormName, NormTensors]
+    xielu: torch.Tensor | None = None
+
+
+# Reads a tensor of a checked shape by its name.
+Reader: TypeAlias = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+def load_light(config: ModelConfig, layer: int, read: Reader) -> LightWeights:
+    """Read the light weights of a layer."""
+    shapes = norm_tensors(config, layer)
+    tensors = {name: read(name, shape) for name, shape in shapes.items()}
+    norms = {
+        norm: NormTensors(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        for norm in config.table.norms
+        for name in [norm_name(layer, norm)]
+    }
+    xielu = None
+    if config.activation == "xielu":
+        own = (tensors[f"model.layers.{layer}.mlp.act_fn.{name}"] for name in XIELU)
+        high, low, beta, eps = (one.to(torch.float32) for one in own)
+        xielu = torch.cat((softplus(high), beta + softplus(low), beta, eps))
+    return LightWeights(norms, xielu)
+
+
+def load_final_norm(config: ModelConfig, read: Reader) -> NormTensors:
+    """Read the norm before the LM head."""
+    size = (config.hidden_size,)
+    bias = read(FINAL_NORM_BIAS, size) if config.table.norm_bias else None
+    return NormTensors(read(FINAL_NORM, size), bias)
 
 
 def weight_rows(config: ModelConfig, layer: int, operator: Projection) -> dict[str, slice]:
@@ -64,10 +112,7 @@ def weight_rows(config: ModelConfig, layer: int, operator: Projection) -> dict[s
     if operator == "lm_head":
         return {lm_head_name(config): slice(0, config.vocab_size)}
     rows, _ = config.row_layout(operator)
-    return {
-        f"{module_name(config, layer, module)}.weight": its_rows
-        for module, its_rows in rows.items()
-    }
+    return {f"{module_name(layer, module)}.weight": its_rows for module, its_rows in rows.items()}
 
 
 def load_linear(
@@ -104,7 +149,7 @@ def load_bias(
         return None
     bias = torch.zeros(out_features, dtype=dtype, device=device)
     for module in biased:
-        checkpoint.copy_into(f"{module_name(config, layer, module)}.bias", bias[rows[module]])
+        checkpoint.copy_into(f"{module_name(layer, module)}.bias", bias[rows[module]])
     return bias
 
 

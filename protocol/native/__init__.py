@@ -242,6 +242,10 @@ def _near(a: torch.Tensor, b: torch.Tensor, bound: float) -> bool:
     return bool(((wide_a - wide_b).abs() <= bound * wide_a.abs().max()).all())
 
 
+# alpha_p, alpha_n, beta and eps.
+_XIELU = torch.tensor([0.8, 1.3, 0.5, -1e-6])
+
+
 class _Trial:
     """One run of all kernels of the variant in use, over random and extreme values."""
 
@@ -313,15 +317,19 @@ class _Trial:
         x[2, 0] = torch.finfo(dtype).max
         gain, bias = self._random(dtype, features), self._random(dtype, outs)
         out, y = torch.empty_like(x), torch.empty(rows, outs, dtype=dtype)
-        yield self._written("rms_norm", number, x, features, *size[:2], gain, 1e-5, to=out)
-        yield self._written("silu_mul", number, x, x, features, *size[:2], to=out)
-        self._library.residual(number, out.data_ptr(), x.data_ptr(), out.numel())
+        for centred, shift in ((0, 0), (1, gain)):
+            asked = (number, x, features, *size[:2], gain, shift, 1e-5, centred)
+            yield self._written("norm", *asked, to=out)
+        for kind, up in ((0, x), (1, x), (2, 0), (3, 0)):
+            of = (number, kind, x, up, features, *size[:2], _XIELU)
+            yield self._written("activate", *of, to=out)
+        self._library.residual(number, out.data_ptr(), x.data_ptr(), 0.7, out.numel())
         yield out, 0.0
         weight = self._integers(128, outs, features, dtype=torch.int8)
         scale = torch.rand(outs, generator=self._generator)
         for digits, largest in enumerate((127.0, 32_639.0, 2.0**22, 2.0**30), start=1):
-            asked = (number, x, *size[:2], largest, digits, weight, features, scale)
-            finite = self._call("linear", *asked, bias if digits % 2 else 0, outs, y)
+            rows_of = (number, x, *size[:2], largest, digits, weight, features, scale)
+            finite = self._call("linear", *rows_of, bias if digits % 2 else 0, outs, y)
             yield from ((y.clone(), 0.0), (torch.tensor([finite]), 0.0))
         for dim in (24, 64):  # of which tiles take the second alone
             yield from self._attention(number, dtype, dim)
@@ -360,9 +368,11 @@ class _Trial:
         keys, values = (self._random(dtype, 2, kv_heads, context, dim) for _ in range(2))
         cos, sin = self._random(dtype, 3, dim), self._random(dtype, 3, dim // 2)
         turned, stride = torch.empty_like(q), heads * dim
-        yield self._written("rope", number, q, stride, 3, heads, dim, cos, sin, to=turned)
-        for rows, window in ((3, 0), (1, 0), (3, 100)):
+        for part, neighbours in ((dim, 0), (dim // 2, 1)):
+            turning = (number, q, stride, 3, heads, dim, part, neighbours, cos, sin)
+            yield self._written("rope", *turning, to=turned)
+        for rows, window, cap in ((3, 0, 0.0), (1, 0, 0.0), (3, 100, 0.0), (3, 0, 2.0)):
             out = torch.empty(rows, stride, dtype=dtype)
             of = torch.tensor([0, rows, keys.data_ptr(), values.data_ptr(), context, context])
-            asked = (number, q, stride, heads, kv_heads, dim, of, 1, 1, window)
+            asked = (number, q, stride, heads, kv_heads, dim, of, 1, 1, window, 0.2, cap)
             yield self._written("attention", *asked, to=out, bound=bound)

@@ -12,6 +12,10 @@
 
 enum class Float : int { f32 = 0, bf16 = 1 };
 
+// Activations of an MLP: x / (1 + e^-x); GELU by its approximation with tanh; max(x, 0)^2; xIELU
+// (arXiv 2411.13010) by alpha_p, alpha_n, beta and eps.
+enum class Activation : int { silu, gelu_pytorch_tanh, relu2, xielu };
+
 // Secret vectors that a product of integers is checked with.
 constexpr int CHECKS = 2;
 
@@ -76,22 +80,26 @@ struct Kernels {
 
   // ---- floats -----------------------------------------------------------------------------------
 
-  // RMSNorm: out = round(h / sqrt(mean(h^2) + eps)) * weight. h [rows, features] with a stride
-  // between rows; out is dense.
-  void (*rms_norm)(Float type, const void* h, int64_t stride, int64_t rows, int64_t features,
-                   const void* weight, float eps, void* out, Pool* pool);
+  // RMSNorm: out = round(h / sqrt(mean(h^2) + eps)) * weight; LayerNorm where `centred`: out =
+  // (h - mean(h)) / sqrt(variance(h) + eps) * weight + bias, which may be absent. h [rows, features]
+  // with a stride between rows; out is dense.
+  void (*norm)(Float type, const void* h, int64_t stride, int64_t rows, int64_t features,
+               const void* weight, const void* bias, float eps, int centred, void* out, Pool* pool);
 
-  // out = silu(gate) * up; gate and up [rows, features] with a stride between rows; out is dense.
-  void (*silu_mul)(Float type, const void* gate, const void* up, int64_t stride, int64_t rows,
-                   int64_t features, void* out, Pool* pool);
+  // out = f(gate) * up, or f(gate) where up is absent; gate and up [rows, features] with a stride
+  // between rows; out is dense. `parameters`: four floats, of xIELU.
+  void (*activate)(Float type, Activation kind, const void* gate, const void* up, int64_t stride,
+                   int64_t rows, int64_t features, const float* parameters, void* out, Pool* pool);
 
-  // h = h + y.
-  void (*residual)(Float type, void* h, const void* y, int64_t count);
+  // h = h + scale y.
+  void (*residual)(Float type, void* h, const void* y, float scale, int64_t count);
 
-  // Rotate halves of each head: x [rows, heads, dim] with a stride between rows, out is dense; cos
-  // [rows, dim], sin [rows, dim / 2], whose halves are the same.
+  // Rotate the first `turned` elements of each head: its halves, or pairs of `neighbours`; the others
+  // stay. x [rows, heads, dim] with a stride between rows, out is dense; cos [rows, turned], sin
+  // [rows, turned / 2], whose halves are the same.
   void (*rope)(Float type, const void* x, int64_t stride, int64_t rows, int64_t heads, int64_t dim,
-               const void* cos, const void* sin, void* out, Pool* pool);
+               int64_t turned, int neighbours, const void* cos, const void* sin, void* out,
+               Pool* pool);
 
   // Write each sequence's rows of keys and values to their positions in a layer. k, v [all rows,
   // heads, dim] with a stride between rows each.
@@ -99,12 +107,13 @@ struct Kernels {
                  int64_t heads, int64_t dim, const Sequence* sequences, int64_t count,
                  int64_t layer);
 
-  // Causal grouped-query attention of each sequence's rows in a layer: softmax(q k^T / sqrt dim) v.
-  // q [all rows, heads, dim] with a stride between rows, out [all rows, heads, dim] dense. A row
-  // looks at itself and what comes before it, at most `window` positions in all (0: no limit).
+  // Causal grouped-query attention of each sequence's rows in a layer: softmax(s) v of s = scale q
+  // k^T, or of cap tanh(s / cap) unless `cap` is 0. q [all rows, heads, dim] with a stride between
+  // rows, out [all rows, heads, dim] dense. A row looks at itself and what comes before it, at most
+  // `window` positions in all (0: no limit).
   void (*attention)(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
                     int64_t dim, const Sequence* sequences, int64_t count, int64_t layer,
-                    int64_t window, void* out, Pool* pool);
+                    int64_t window, float scale, float cap, void* out, Pool* pool);
 };
 
 // Static: compiled with the target options of each variant, so that no two may be merged.

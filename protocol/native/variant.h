@@ -12,7 +12,7 @@ namespace VARIANT {
 extern const Kernels table;
 const Kernels table = {
     VARIANT_NAME, draw, encode, expect, decode, product, linear,
-    rms_norm,     silu_mul, residual, rope, append, attention,
+    norm,         activate, residual, rope, append, attention,
 };
 
 }  // namespace VARIANT

@@ -119,6 +119,11 @@ class Engine:
         """The layers whose keys and values services keep."""
         return self.lanes[0].tables["decode", "stock"].segments
 
+    @property
+    def generates(self) -> bool:
+        """Whether there is an LM head."""
+        return self._model.config.generates
+
     def check(self, request: Request) -> None:
         """Refuse what could never run. Raises PromptError, and LimitError for too large a cache."""
         most, new, samples = self.max_sequences, request.max_new_tokens, request.samples
@@ -131,6 +136,8 @@ class Engine:
         at_a_time = f"1 to {most}, which run at a time"
         one = request.prompt_logprobs is None or request.pooling is None
         readable = not request.stop or self.tokenizer is not None
+        vectors = not new and request.prompt_logprobs is None
+        headless, alone = "a model without an LM head", "embeddings of a prompt alone"
         for holds, where, got, expected in (
             (biased, "logit_bias", outside, ids),
             (prompt, "prompt", "no tokens", "at least one"),
@@ -139,6 +146,7 @@ class Engine:
             (new >= (not _reads(request)), "max_new_tokens", str(new), "at least 1"),
             (1 <= samples <= most, "samples", str(samples), at_a_time),
             (one, "log-probabilities and pooling", "both", "one of them"),
+            (self.generates or vectors, "request", headless, alone),
             (readable, "stop strings", "no tokenizer", "one to compare text"),
         ):
             PromptError.unless(holds, where, got, expected)
@@ -202,9 +210,9 @@ class Engine:
     def _new_sequence(self, request: Request, sample: int) -> Sequence:
         config, prompt = self._model.config, len(request.prompt_ids)
         matcher = None if request.grammar is None else request.grammar.copy()
-        watch = (
-            TextStream(self.tokenizer, request.stop) if self.tokenizer and request.stop else None
-        )
+        watch = None
+        if self.tokenizer and request.stop:
+            watch = TextStream(self.tokenizer, request.stop, request.prompt_ids)
         sequence = Sequence(
             request,
             sample,

@@ -146,7 +146,10 @@ class Generation:
 
     def text_stream(self) -> TextStream | None:
         """Return what turns the tokens of `steps` into text; None without a tokenizer."""
-        return TextStream(self._tokenizer, self._sequence.request.stop) if self._tokenizer else None
+        if self._tokenizer is None:
+            return None
+        request = self._sequence.request
+        return TextStream(self._tokenizer, request.stop, request.prompt_ids)
 
     @property
     def token_ids(self) -> list[int]:

@@ -61,10 +61,12 @@ class PrefixPool:
         """
         for entry in [entry for entry in self._entries if entry.cache.stale]:
             self._drop(entry)
+        span = cache.rope_span  # behind which keys of the same tokens may be others
         found = [
             (min(entry.shared(prompt_ids), len(prompt_ids) - 1), at)
             for at, entry in enumerate(self._entries)
             if entry.whose == whose
+            and (span is None or max(len(entry.ids), len(prompt_ids)) <= span)
         ]
         best, at = max(found, default=(0, -1))
         if best < MIN_TOKENS:

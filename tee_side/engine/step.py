@@ -292,12 +292,14 @@ def _wanted(
 ) -> abc.Iterable[Rows]:
     found: dict[Phase, list[Sequence]] = {"decode": [], "prefill": []}
     for sequence in sequences:
+        sequence.cache.grow_to(len(sequence.ids))
         if not sequence.follows:
             found[sequence.phase].append(sequence)
     decode, prefill = found["decode"][:step_tokens], found["prefill"]
     spare = step_tokens - len(decode)
     for sequence in decode:
         most = min(speculative_tokens, spare, sequence.new_tokens_left - 1)
+        most = min(most, sequence.cache.drafts_alike())
         drafts: tuple[int, ...] = ()
         if sequence.drafts is not None and most > 0 and budget.plenty(1 + most):
             drafts = tuple(sequence.drafts.propose(most))

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from protocol.errors import ModelError, PromptError
-from protocol.model.files import find_file, limit_structure, read_file
+from protocol.model.files import find_file, limit_structure, read_file, read_json
+from protocol.validation import validate_file, validate_known
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest
@@ -22,12 +26,75 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# Those of the supported architectures have up to 17 MB.
-MAX_TOKENIZER_BYTES = 24 * 1024 * 1024
+# Those of the supported architectures have up to 33 MB.
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 # Of lists and objects, and of what they hold. The library takes fifty bytes for each before it
-# knows what it reads; those of the supported architectures have up to 300,000 and 700,000.
-_MAX_LISTS = 600_000
-_MAX_ITEMS = 2_000_000
+# knows what it reads; those of the supported architectures have up to 600,000 and 1,700,000.
+_LIMITS = {"lists": 1_200_000, "items": 4_000_000}
+# What tells of tokens beside it.
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+_ADDED_FILE = "added_tokens.json"
+# Special tokens of classes, where the files say nothing of them.
+_QWEN = dict.fromkeys(("unk_token", "eos_token"), "<|endoftext|>")
+_GEMMA = {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+_CLASSES = {"Qwen2Tokenizer": _QWEN, "GPT2Tokenizer": _QWEN, "GemmaTokenizer": _GEMMA}
+
+
+class _Described(BaseModel):
+    """A token as a file describes it."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    content: Annotated[str, Field(min_length=1)]
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+    special: bool = False
+
+
+def _described(value: object) -> object:
+    """Describe a token that is named, which is a special one; an empty name is none."""
+    named = {"content": value, "special": True, "normalized": False}
+    return value if not isinstance(value, str) else named if value else None
+
+
+_Named: TypeAlias = Annotated[_Described | None, BeforeValidator(_described)]
+_Several: TypeAlias = Annotated[
+    list[_Named],
+    BeforeValidator(lambda value: [*value.values()] if isinstance(value, dict) else value or []),
+]
+
+
+class _Beside(BaseModel):
+    """What the files beside tokenizer.json say of tokens."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    tokenizer_class: str | None = None
+    added_tokens_decoder: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], _Described] = {}
+    bos_token: _Named = None
+    eos_token: _Named = None
+    unk_token: _Named = None
+    sep_token: _Named = None
+    pad_token: _Named = None
+    cls_token: _Named = None
+    # In the order in which transformers adds them.
+    model_specific_special_tokens: _Several = []
+    extra_special_tokens: _Several = []
+    additional_special_tokens: _Several = []
+
+
+_SINGLE = [name for name in _Beside.model_fields if name.endswith("_token")]
+_SEVERAL = [name for name in _Beside.model_fields if name.endswith("_tokens")]
+
+
+class _Added(BaseModel):
+    """added_tokens.json."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    tokens: dict[Annotated[str, Field(min_length=1)], Annotated[int, Field(ge=0)]]
 
 
 class Tokenizer:
@@ -42,11 +109,12 @@ class Tokenizer:
         self._manifest = manifest
         path = find_file(directory, TOKENIZER_FILE, manifest)
         if path is None:
-            raise ModelError(
-                str(directory), f"no {TOKENIZER_FILE}", "one (or a prompt given as token ids)"
-            )
+            others = [n for n in ("tokenizer.model", "tekken.json") if (directory / n).exists()]
+            got = f"no {TOKENIZER_FILE}{' but ' * bool(others)}{', '.join(others)}"
+            made = ", as tsqp import makes of that" * bool(others)
+            raise ModelError(str(directory), got, f"one{made} (or a prompt given as token ids)")
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
-        limit_structure(content, str(path), lists=_MAX_LISTS, items=_MAX_ITEMS)
+        limit_structure(content, str(path), _LIMITS)
         self._path = path
         with _library_errors(path, quoted=True):
             self.raw = RawTokenizer.from_buffer(content)
@@ -54,6 +122,45 @@ class Tokenizer:
             # is for one prompt; the first is silent, and the second can end the process.
             self.raw.no_truncation()
             self.raw.no_padding()
+        for token in self._add_tokens():
+            ids = self.encode(token, add_special_tokens=False)
+            ModelError.unless(
+                len(ids) == 1, f"{directory}: special token", f"{len(ids)} ids for it", "one"
+            )
+
+    def _add_tokens(self) -> list[str]:
+        """Add the tokens that stand beside tokenizer.json alone, as transformers does.
+
+        They get the next ids, in the order of those that are listed for them. Returns the special
+        ones.
+        """
+        listed: dict[int, AddedToken] = {}
+        single: dict[str, str] = {}
+        several: list[str] = []
+        for name in _BESIDE:
+            if path := find_file(self._directory, name, self._manifest):
+                said = validate_known(_Beside, read_json(path, self._manifest), str(path))
+                kind = (said.tokenizer_class or "").removesuffix("Fast")
+                for index, token in said.added_tokens_decoder.items():
+                    listed[int(index)] = AddedToken(**token.model_dump(exclude_none=True))
+                tokens = {key: getattr(said, key) for key in _SINGLE}
+                single |= _CLASSES.get(kind, {}) | {k: t.content for k, t in tokens.items() if t}
+                more = chain.from_iterable(getattr(said, key) for key in _SEVERAL)
+                several += [token.content for token in more if token]
+        named = [*single.values(), *several]
+        if path := find_file(self._directory, _ADDED_FILE, self._manifest):
+            read = validate_file(_Added, {"tokens": read_json(path, self._manifest)}, str(path))
+            for text, place in read.tokens.items():
+                listed.setdefault(place, AddedToken(text, special=text in named))
+        adding = [listed[index] for index in sorted(listed)]
+        adding += [AddedToken(name, special=True, normalized=False) for name in named]
+        with _library_errors(self._path, quoted=True):
+            known = {token.content for token in self.raw.get_added_tokens_decoder().values()}
+            for new in adding:
+                if new.content not in known:
+                    known.add(new.content)
+                    (self.raw.add_special_tokens if new.special else self.raw.add_tokens)([new])
+        return list(dict.fromkeys(named))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS where the model's tokenizer adds one.
@@ -122,16 +229,23 @@ class TextStream:
     """The text of tokens as they come, up to the first stop string, which is not part of it.
 
     What it returns never has to be taken back: a character that is split over tokens waits for its
-    end, and what could be the beginning of a stop string until it is decided. The tokenizer
-    library's own DecodeStream raises where bytes turn out to be no UTF-8.
+    end, and what could be the beginning of a stop string until it is decided. `before`: the ids
+    that the text goes on behind. The tokenizer library's own DecodeStream raises where bytes turn
+    out to be no UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        # Those read last, which decoding needs as context, and those that are no text yet.
-        self._ids: list[int] = []
-        self._read = 0
+        # Those read last, which decoding needs as context: it drops the space of a first word. And
+        # those that are no text yet.
+        shown = (token_id for token_id in reversed(before) if tokenizer.decode([token_id]))
+        self._ids = list(islice(shown, _MAX_HELD))[::-1]
+        if tokenizer.decode(self._ids).endswith("\ufffd"):
+            self._ids = []  # within a character
+        self._read = len(self._ids)
         self._held = ""
         self.found = False  # whether a stop string has ended the text
 
@@ -142,7 +256,8 @@ class TextStream:
         held = not text or text.endswith("\ufffd")
         if held and len(self._ids) - self._read < _MAX_HELD:
             return ""
-        del self._ids[: self._read]
+        # What is no text at all does not become the context of what follows.
+        del self._ids[slice(None, self._read) if text else slice(self._read, None)]
         self._read = len(self._ids)
         return self._show(text)
 

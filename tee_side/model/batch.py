@@ -92,6 +92,7 @@ class KVCache:
 
     Keys and values of the layers `elsewhere` are kept by services, under the name `session`, which
     no other client can guess; they begin with the first tokens of `parent`, as many as it says.
+    `rope_span`: up to how many tokens keys do not depend on the sequence's length.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class KVCache:
         # How often services have lost what they keep since the sequence's last token, and whether
         # they did when another cache was to begin with it.
         self.losses, self.stale = 0.0, False
+        self.rope_span, self._anew, self._tokens = config.rope_span, config.table.rope_anew, 0
         # Rows behind `length` that each layer has written in this step, here or at a service.
         self.written = [0] * layers
         # Of the layers that are here their place in `memory`: keys and values, [L, K, S, C] each.
@@ -136,6 +138,21 @@ class KVCache:
         self.places, self.memory = {}, ()
         self.nbytes = 0
         self._end_session()
+
+    def grow_to(self, tokens: int) -> None:
+        """Be told how long the sequence is by now: with some models it begins anew."""
+        before, self._tokens = self._tokens, tokens
+        span = self.rope_span
+        if self._anew and self.length and span is not None and before <= span < tokens:
+            self.lose()
+            self.losses -= 1  # no service's
+
+    def drafts_alike(self) -> int:
+        """Return how many drafts may stand behind its tokens, and RoPE is as without them."""
+        span = self.rope_span
+        if span is None or (self._anew and self._tokens > span):
+            span = self.capacity
+        return max(0, span - self._tokens)
 
     def lose(self) -> None:
         """Begin anew: a service has lost keys and values, and all tokens are computed again."""

@@ -23,21 +23,21 @@ from protocol.integer import ring_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import (
     EMBEDDING,
-    FINAL_NORM,
     Checkpoint,
-    light_tensors,
     lm_head_name,
-    norm_names,
 )
 from protocol.model.config import ModelConfig
-from protocol.model.forward import Call, Layer, Norm, Ops, Rope, bound, staying
+from protocol.model.forward import Call, Layer, Norm, Ops, Rope, bound, capped, staying
 from protocol.model.forward import forward as run_layers
 from protocol.model.weights import (
     CPU,
     INT8_MAX,
-    LayerNorms,
+    LightWeights,
+    NormTensors,
     QuantizedLinear,
     load_bias,
+    load_final_norm,
+    load_light,
     load_linear,
     load_quantized,
     load_tensor,
@@ -51,7 +51,17 @@ from tee_side.protect.masks.mask import AdditiveMask, Mask
 from tee_side.protect.pads.source import PadLane
 from tee_side.protect.sites import IntegerSite, IntegerSites
 from tee_side.remote.call import RunParts, turn
-from tee_side.words import LAYERLESS, PHASES, PRODUCTS, Operator, PadsFrom, Phase, Site, layer_of
+from tee_side.words import (
+    LAYERLESS,
+    PHASES,
+    PRODUCTS,
+    LightOperator,
+    Operator,
+    PadsFrom,
+    Phase,
+    Site,
+    layer_of,
+)
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -78,14 +88,14 @@ class TeeLayer(Layer):
 class TeeModel:
     """The part of a model that is needed whatever the placement is.
 
-    `norms`, `final_norm`: the weights; `layers`, `norm`: what the forward pass calls.
+    `light`, `final_norm`: the weights; `layers`, `norm`: what the forward pass calls.
     `observer`: told of every local operator.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    norms: list[LayerNorms]
-    final_norm: torch.Tensor
+    light: list[LightWeights]
+    final_norm: NormTensors
     rope: Rope
     observer: Observer | None = None
     layers: tuple[TeeLayer, ...] = field(init=False)
@@ -95,36 +105,30 @@ class TeeModel:
         # One of the two is imported: a run does not trust the code of the other.
         found = "native.kernels" if compiled_for(self.dtype) else "model.local_ops"
         ops: Any = import_module(f"tee_side.{found}")
-        self.layers = tuple(self._layer(index, ops) for index in range(len(self.norms)))
-        norm = partial(ops.rms_norm, weight=self.final_norm, eps=self.config.rms_norm_eps)
-        self.norm = timed(norm, self.observer, "rms_norm", None)
+        self.layers = tuple(self._layer(index, ops) for index in range(len(self.light)))
+        kind: LightOperator = "rms_norm" if self.config.table.norm == "rms" else "layer_norm"
+        norm = partial(getattr(ops, kind), norm=self.final_norm, eps=self.config.norm_eps)
+        self.norm = timed(norm, self.observer, kind, None)
 
     def _layer(self, index: int, ops: Any) -> TeeLayer:
         def told(function: Callable[..., Any], name: Any) -> Callable[..., Any]:
             return timed(function, self.observer, name, index)
 
-        window = self.config.sliding_windows[index]
+        config, window = self.config, self.config.sliding_windows[index]
+        seen = {"window": window, "scale": config.score_scale, "cap": config.score_cap}
         return TeeLayer(
-            index=index,
-            **bound(self.norms[index], self.config, ops, told),
+            **bound(self.light[index], config, index, ops, told),
             kv_cache=told(partial(ops.append, layer=index), "kv_cache"),
-            attention=told(partial(ops.attention, layer=index, window=window), "attention"),
+            attention=told(partial(ops.attention, layer=index, **seen), "attention"),
             window=window,
         )
 
 
 def load_tee_model(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> TeeModel:
-    """Read the norms; the checkpoint must have been checked for them. Raises ModelError."""
-    shapes = light_tensors(config)
-
-    def read(name: str) -> torch.Tensor:
-        return load_tensor(checkpoint, name, shapes[name], dtype=dtype)
-
-    norms = [
-        LayerNorms(**{short: read(name) for short, name in norm_names(config, layer).items()})
-        for layer in range(config.num_hidden_layers)
-    ]
-    return TeeModel(config, dtype, norms, read(FINAL_NORM), Rope(config, dtype))
+    """Read the light weights, for which the checkpoint was checked. Raises ModelError."""
+    read = partial(load_tensor, checkpoint, dtype=dtype)
+    light = [load_light(config, layer, read) for layer in range(config.num_hidden_layers)]
+    return TeeModel(config, dtype, light, load_final_norm(config, read), Rope(config, dtype))
 
 
 def load_local_operators(
@@ -360,7 +364,8 @@ def forward(batch: Batch, model: TeeModel, ops: Operators) -> Coroutine[Any, Any
     # A segment that ends with the last layer returns the wanted rows alone.
     wanted = None if len(model.layers) - 1 in ops.segments else batch.wanted_rows
     # No coroutine of its own: each resumption would enter one frame more.
-    return run_layers(batch.token_ids_T, model.layers, model.rope.of(parts), ops, batch, wanted)
+    scale, ropes = model.config.embedding_scale, model.rope.of(parts)
+    return run_layers(batch.token_ids_T, model.layers, ropes, ops, batch, wanted, scale)
 
 
 async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.Tensor:
@@ -375,4 +380,4 @@ async def logits(h_ND: torch.Tensor, model: TeeModel, ops: Operators) -> torch.T
         # looking at each. It refuses finite logits, too, whose sum overflows float32; those are
         # larger than 1e33 on average, and no model's.
         raise ReplyError("logits", "values that are not finite", "finite numbers")
-    return logits_NV
+    return capped(logits_NV, model.config.logit_scale, model.config.logit_cap)

@@ -181,13 +181,15 @@ struct Partial {
 // Take the scores of positions first ... last of a block in: probabilities for the next product,
 // and the sums so far scaled to the new largest score.
 template <class M>
-INLINE void soften(const float* scores, int64_t first, int64_t last, float scale, Partial& so_far,
-                   float* out, int64_t wide, typename M::Element* weights) {
+INLINE void soften(const float* scores, int64_t first, int64_t last, float scale, float cap,
+                   Partial& so_far, float* out, int64_t wide, typename M::Element* weights) {
   f32x16 scaled[BLOCK / LANES], most = broadcast(MINUS_INFINITY);
   for (int64_t v = 0; v < BLOCK / LANES; v++) {
     i32x16 lane = load<i32x16>(LANE_NUMBERS) + (int32_t)(v * LANES);
     i32x16 seen = (lane >= broadcast((int32_t)first)) & (lane <= broadcast((int32_t)last));
     f32x16 score = load<f32x16>(scores + v * LANES) * scale;
+    if (cap != 0.f)  // cap tanh(score / cap), of e^(2 score / cap)
+      score = broadcast(cap) - broadcast(2.f * cap) / (exponential(score * (2.f / cap)) + 1.f);
     scaled[v] = choose(seen, score, broadcast(MINUS_INFINITY));
     most = maximum(scaled[v], most);
   }
@@ -242,6 +244,7 @@ struct Attention {
   int64_t stride, rows, heads, kv_heads, dim;
   const T *keys, *values;
   int64_t capacity, context, window;
+  float scale, cap;
   T* out;
 
   int64_t group() const { return heads / kv_heads; }
@@ -292,7 +295,6 @@ struct Attention {
     while (block + BLOCK <= first_seen(first)) block += BLOCK;
     const T* head_keys = keys + kv_head * capacity * dim;
     const T* head_values = values + kv_head * capacity * dim;
-    const float scale = 1.f / sqrtf((float)dim);
     for (; block < stop; block += BLOCK) {
       const int64_t here = stop - block < BLOCK ? stop - block : BLOCK;
       pack_keys<M>(head_keys + block * dim, here, dim, m.keys);
@@ -307,8 +309,8 @@ struct Attention {
         if (last < 0 || from >= BLOCK)
           memset(weights, 0, BLOCK / M::WIDTH * sizeof(Element));
         else
-          soften<M>(m.scores + i * BLOCK, from, last, scale, partial[i], sums + i * wide(), wide(),
-                    weights);
+          soften<M>(m.scores + i * BLOCK, from, last, scale, cap, partial[i], sums + i * wide(),
+                    wide(), weights);
       }
       multiply_queries<M>(size, m.weights, BLOCK / M::WIDTH, m.values, wide(), BLOCK / M::WIDTH,
                           sums, wide(), (int)(wide() / LANES), true);
@@ -377,14 +379,14 @@ struct Attention {
 
 static void attention(Float type, const void* q, int64_t stride, int64_t heads, int64_t kv_heads,
                       int64_t dim, const Sequence* sequences, int64_t count, int64_t layer,
-                      int64_t window, void* out, Pool* pool) {
+                      int64_t window, float scale, float cap, void* out, Pool* pool) {
   with_type(type, [&](auto* t) {
     using T = std::remove_pointer_t<decltype(t)>;
     auto of = [&](const Sequence& s) {
       const int64_t before = layer * kv_heads * s.capacity * dim;
       return Attention<T>{(const T*)q + s.first * stride, stride, s.rows, heads, kv_heads, dim,
                           (const T*)s.keys + before, (const T*)s.values + before, s.capacity,
-                          s.context, window, (T*)out + s.first * heads * dim};
+                          s.context, window, scale, cap, (T*)out + s.first * heads * dim};
     };
     // Segments side by side where rows and heads are too few to share.
     if (const auto one = of(*sequences); count == 1 && one.rows <= one.rows_at_once() && one.segments() > 1)

@@ -10,57 +10,73 @@ A `batch` is one of `tee_side.model.batch`, of which `layout` says where caches 
 Then what happens around a product of integers: one pass before it, one pass after it.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 
 from protocol import native
 from protocol.keystream import Streams
+from protocol.model.architectures import ActivationName
+from protocol.model.weights import NormTensors
 from protocol.native import FLOATS, library
 
 Tensor = torch.Tensor
+# In the order of `Activation` in protocol/native/kernels.h.
+_ACTIVATIONS = get_args(ActivationName)
 
 
-def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `tee_side.model.local_ops.rms_norm`."""
-    features = weight.shape[0]
+def rms_norm(h: Tensor, norm: NormTensors, eps: float, *, centred: bool = False) -> Tensor:
+    """See `tee_side.model.local_ops.rms_norm`; `layer_norm` where `centred`."""
+    features = norm.weight.shape[0]
     # As rows with one stride, without a copy where it has one.
     rows = h if h.dim() == 2 and h.stride(1) == 1 else h.reshape(-1, features)
     out = torch.empty(h.shape, dtype=h.dtype)
-    library.rms_norm(
+    library.norm(
         *(FLOATS[h.dtype], rows.data_ptr(), rows.stride(0), rows.shape[0], features),
-        *(weight.data_ptr(), eps, out.data_ptr(), native.own.pool),
+        *(norm.weight.data_ptr(), 0 if norm.bias is None else norm.bias.data_ptr(), eps),
+        *(centred, out.data_ptr(), native.own.pool),
     )
     return out
 
 
-def silu_mul(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """See `tee_side.model.local_ops.silu_mul`."""
-    rows, features = gate_TF.shape
-    if gate_TF.stride() != up_TF.stride():
-        gate_TF, up_TF = gate_TF.contiguous(), up_TF.contiguous()
-    out_TF = torch.empty(rows, features, dtype=gate_TF.dtype)
-    library.silu_mul(
-        *(FLOATS[gate_TF.dtype], gate_TF.data_ptr(), up_TF.data_ptr(), gate_TF.stride(0)),
-        *(rows, features, out_TF.data_ptr(), native.own.pool),
+layer_norm = partial(rms_norm, centred=True)
+
+
+def activate(
+    both_TX: Tensor, kind: ActivationName, gated: bool, parameters: Tensor | None = None
+) -> Tensor:
+    """See `tee_side.model.local_ops.activate`."""
+    if both_TX.stride(1) != 1:
+        both_TX = both_TX.contiguous()
+    rows, features = both_TX.shape[0], both_TX.shape[1] // (2 if gated else 1)
+    out_TF = torch.empty(rows, features, dtype=both_TX.dtype)
+    gate = both_TX.data_ptr()
+    library.activate(
+        *(FLOATS[both_TX.dtype], _ACTIVATIONS.index(kind), gate),
+        *(gate + features * both_TX.itemsize if gated else 0, both_TX.stride(0), rows, features),
+        *(0 if parameters is None else parameters.data_ptr(), out_TF.data_ptr(), native.own.pool),
     )
     return out_TF
 
 
-def residual(h_TD: torch.Tensor, y_TD: torch.Tensor) -> torch.Tensor:
+def residual(h_TD: Tensor, y_TD: Tensor, scale: float = 1.0) -> Tensor:
     """See `tee_side.model.local_ops.residual`."""
     y_TD = y_TD.contiguous()
-    library.residual(FLOATS[h_TD.dtype], h_TD.data_ptr(), y_TD.data_ptr(), h_TD.numel())
+    library.residual(FLOATS[h_TD.dtype], h_TD.data_ptr(), y_TD.data_ptr(), scale, h_TD.numel())
     return h_TD
 
 
-def apply_rope(x_TXC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1c: torch.Tensor) -> torch.Tensor:
+def apply_rope(
+    x_TXC: Tensor, cos_T1C: Tensor, sin_T1c: Tensor, dim: int, neighbours: bool = False
+) -> Tensor:
     """See `tee_side.model.local_ops.apply_rope`."""
-    rows, heads, dim = x_TXC.shape
-    out_TXC = torch.empty(rows, heads, dim, dtype=x_TXC.dtype)
+    rows, heads, size = x_TXC.shape
+    out_TXC = torch.empty(rows, heads, size, dtype=x_TXC.dtype)
     library.rope(
-        *(FLOATS[x_TXC.dtype], x_TXC.data_ptr(), x_TXC.stride(0), rows, heads, dim),
-        *(cos_T1C.data_ptr(), sin_T1c.data_ptr(), out_TXC.data_ptr(), native.own.pool),
+        *(FLOATS[x_TXC.dtype], x_TXC.data_ptr(), x_TXC.stride(0), rows, heads, size, dim),
+        *(neighbours, cos_T1C.data_ptr(), sin_T1c.data_ptr(), out_TXC.data_ptr()),
+        native.own.pool,
     )
     return out_TXC
 
@@ -74,14 +90,16 @@ def append(k_TKC: Tensor, v_TKC: Tensor, batch: Any, layer: int) -> None:
     )
 
 
-def attention(q_THC: Tensor, batch: Any, layer: int, window: int | None) -> Tensor:
+def attention(
+    q_THC: Tensor, batch: Any, layer: int, window: int | None, scale: float, cap: float | None
+) -> Tensor:
     """See `tee_side.model.local_ops.attention`."""
     T, H, C = q_THC.shape
     out = torch.empty(T, H * C, dtype=q_THC.dtype)
     kv_heads, *where = batch.layout(layer)
     library.attention(
         *(FLOATS[q_THC.dtype], q_THC.data_ptr(), q_THC.stride(0), H, kv_heads, C),
-        *(*where, window or 0, out.data_ptr(), native.own.pool),
+        *(*where, window or 0, scale, cap or 0.0, out.data_ptr(), native.own.pool),
     )
     return out
 

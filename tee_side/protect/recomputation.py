@@ -67,7 +67,7 @@ def weight_blocks(
     kept = weights.integers if integers else None
     held = None if kept is None else kept.held.get(site)
     tensors = weight_rows(config, layer, operator)
-    wanted = [f"{module_name(config, layer, module)}.weight" for module in modules]
+    wanted = [f"{module_name(layer, module)}.weight" for module in modules]
     start = 0
     for name in wanted or tensors:
         rows = tensors[name]

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TypeAlias
 
-import torch
-
 from protocol.model.config import ModelConfig
-from tee_side.engine.request import FinishReason, Logprob, NewToken, Pooling, Request
+from tee_side.engine.embedding import Embedding
+from tee_side.engine.request import FinishReason, Logprob, NewToken, Request
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.serve.background import Delivery
 
@@ -112,7 +111,8 @@ class OfferedModel:
     """The model as clients see it.
 
     `max_model_len`: tokens of a prompt and its completion. `default_max_tokens`: of a chat's answer
-    where the client names no limit. `created`: seconds since 1970. `pooling`: of embeddings.
+    where the client names no limit. `created`: seconds since 1970. `read_embedding`: reads how
+    texts become vectors.
     """
 
     name: str
@@ -123,7 +123,12 @@ class OfferedModel:
     default_max_tokens: int
     system_fingerprint: str
     created: int
-    pooling: Pooling = "last"
+    read_embedding: Callable[[], Embedding] = Embedding
+
+    @cached_property
+    def embedding(self) -> Embedding:
+        """How texts become vectors. Raises ModelError for what files say and we do not compute."""
+        return self.read_embedding()
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
@@ -238,9 +243,10 @@ class _Choice:
     def __init__(self, index: int, model: OfferedModel, request: Request, offset: int) -> None:
         self.index = index
         self.offset = offset
-        self._shown = TextStream(model.tokenizer, request.stop)
+        before = request.prompt_ids
+        self._shown = TextStream(model.tokenizer, request.stop, before)
         # Nothing is held back in this one.
-        self._whole = TextStream(model.tokenizer) if request.stop else None
+        self._whole = TextStream(model.tokenizer, (), before) if request.stop else None
         self._stop_ids = (
             model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
         )
@@ -381,24 +387,29 @@ class StreamedAnswer(WholeAnswer):
 
 
 class EmbeddingAnswer:
-    """Collects the vectors. `as_base64`: of float32, lowest byte first; else as numbers."""
+    """Collects the vectors. `as_base64`: of float32, lowest byte first; else as numbers.
+
+    `dimensions`: how many of their first elements; None for all.
+    """
 
     content_type = "application/json"
 
-    def __init__(self, model: OfferedModel, count: int, *, as_base64: bool) -> None:
-        self._model, self._as_base64 = model, as_base64
+    def __init__(
+        self, model: OfferedModel, count: int, *, as_base64: bool, dimensions: int | None = None
+    ) -> None:
+        self._model, self._as_base64, self._dimensions = model, as_base64, dimensions
         self._found = [""] * count
 
     def add(self, prompt: int, delivery: Delivery) -> str:
         """Take a vector."""
         read = delivery.prompt
         if read is not None and read.pooled_D is not None:
-            unit_D = torch.nn.functional.normalize(read.pooled_D.to(torch.float32), dim=-1)
+            vector_D = self._model.embedding.vector(read.pooled_D, self._dimensions)
             if self._as_base64:
-                content = unit_D.numpy().astype("<f4").tobytes()
+                content = vector_D.numpy().astype("<f4").tobytes()
                 written = f'"{base64.b64encode(content).decode()}"'
             else:
-                written = json.dumps(unit_D.tolist(), separators=(",", ":"))
+                written = json.dumps(vector_D.tolist(), separators=(",", ":"))
             self._found[prompt] = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
         return ""
 

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from protocol.errors import (
@@ -275,8 +275,10 @@ class BackgroundEngine:
         return bool(self._closing or self._cancelled or self._engine.running or self._waiting)
 
     def _probe(self) -> bool:
-        """Say whether a token can be made: by making one, which belongs to nobody."""
+        """Say whether a token can be made, or a vector: by making one, which belongs to nobody."""
         request = Request(prompt_ids=(0,), max_new_tokens=2, sampling=SamplingSettings(seed=0))
+        if not self._engine.generates:
+            request = replace(request, max_new_tokens=0, pooling="last")
         with self._changed:
             self._drop_cancelled()
         self._engine.refuse = fail_step

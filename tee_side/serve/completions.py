@@ -7,6 +7,7 @@ as the others do what takes long: a long prompt does.
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -59,9 +60,15 @@ def listed(prompt: Prompt) -> list[str] | list[list[int]]:
 
 
 def encode(
-    model: OfferedModel, prompt: Prompt, param: str, *, special: bool, samples: int = 1
+    model: OfferedModel,
+    prompt: Prompt,
+    param: str,
+    *,
+    special: bool,
+    samples: int = 1,
+    front: str = "",
 ) -> list[tuple[int, ...]]:
-    """Return the ids of each prompt. Raises ApiError."""
+    """Return the ids of each prompt, of texts with `front` before them. Raises ApiError."""
     prompts = listed(prompt)
     require(prompts, param, "at least one prompt")
     require(
@@ -69,10 +76,10 @@ def encode(
         param,
         f"at most {MAX_CHOICES} prompts, all samples counted",
     )
+    ids_of = partial(encode_text, model, param=param, special=special)
     found: list[tuple[int, ...]] = []
     for one in prompts:
-        ids = encode_text(model, one, param, special=special) if isinstance(one, str) else one
-        found.append(tuple(ids))
+        found.append(tuple(ids_of(front + one) if isinstance(one, str) else one))
         require(found[-1], param, "at least one token")
         require(
             max(found[-1]) < model.config.vocab_size,
@@ -367,18 +374,25 @@ def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     serving, caller = serving_of(request), request.state.caller
     model, param = serving.model, "body.input"
     require_model(model, body.model)
-    require(
-        body.dimensions in (None, model.config.hidden_size),
-        "body.dimensions",
-        f"{model.config.hidden_size}, or nothing",
+    most = model.config.hidden_size
+    try:
+        said = model.embedding
+    except TsqpError:
+        message = "a model whose vectors are not computed here"
+        raise ApiError(400, message, param="body.model", code="invalid_prompt") from None
+    if refused := said.refused(body.prompt_name, body.dimensions, most):
+        require(False, f"body.{refused[0]}", refused[1])
+    front = said.front(body.prompt_name)
+    inputs = encode(
+        model, body.input, param, front=front, special=body.add_special_tokens is not False
     )
-    inputs = encode(model, body.input, param, special=body.add_special_tokens is not False)
     for ids in inputs:
         require_room(model, ids, param, for_new=0)
-    pooling = body.pooling or model.pooling
+    pooling = body.pooling or said.pooling
     requests = [
         Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=caller.owner)
         for ids in inputs
     ]
-    answer = EmbeddingAnswer(model, len(inputs), as_base64=body.encoding_format == "base64")
+    as_base64, size = body.encoding_format == "base64", body.dimensions
+    answer = EmbeddingAnswer(model, len(inputs), as_base64=as_base64, dimensions=size)
     return EngineResponse(serving, caller, requests, answer)

@@ -213,6 +213,13 @@ class TextPart(_Body):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _text_alone(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("type", "text") != "text":
+            raise PydanticCustomError("text_alone", "text: images, sound and files are not read")
+        return value
+
 
 class ChatMessage(_Body):
     """A turn of a conversation. Only an assistant's may have no content."""
@@ -247,13 +254,17 @@ class ChatRequest(Generating):
 
 @_accepting(_UNUSED)
 class EmbeddingsRequest(_Body):
-    """`/v1/embeddings`. `pooling`: another than the server was started with."""
+    """`/v1/embeddings`. `pooling`: another than the server was started with.
+
+    `prompt_name`: which of the model's own prompts stands in front of each text.
+    """
 
     input: Prompt
     model: _Name | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
+    prompt_name: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: None = None
 
@@ -307,6 +318,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 _FIXED_MESSAGES = re.compile(
     r"(bool|dict|float|int|list|model|string)_(type|attributes_type)|(less|greater)_than(_equal)?"
     r"|missing|literal_error|none_required|finite_number|string_too_(short|long)|fewer_fields"
+    r"|text_alone"
 )
 _KNOWN_TYPES = {
     "extra_forbidden": "no such field",

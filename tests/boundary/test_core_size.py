@@ -37,7 +37,7 @@ def test_compiled_code_has_a_number_of_its_own() -> None:
     files = [file for name in ("protocol", "tee_side") for file in (ROOT / name).rglob("*")]
     sources = [file.read_text("utf-8") for file in files if file.suffix in {".cpp", ".h"}]
     lines = sum(len(source.splitlines()) for source in sources)
-    assert lines <= RECORDED["native"]["lines"] <= 2_600
+    assert lines <= RECORDED["native"]["lines"] <= 2_700
 
 
 @pytest.mark.slow  # two minutes of a busy machine, under sys.setprofile

@@ -15,10 +15,20 @@ from protocol.model.forward import rope_frequencies
 from tests.equivalence.tolerances import (
     BFLOAT16_ERROR_RATIO,
     BFLOAT16_LOGITS,
+    FAMILY_LOGITS,
     FLOAT32_LOGITS,
     ROPE_FREQUENCIES,
 )
-from tests.kit.model import ARCHITECTURES, POLICIES, SIZES, Models, SavedModel, assemble, token_ids
+from tests.kit.model import (
+    ARCHITECTURES,
+    KINDS,
+    POLICIES,
+    SIZES,
+    Models,
+    SavedModel,
+    assemble,
+    token_ids,
+)
 from tests.kit.rows import each_row
 
 QWEN2_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -67,6 +77,20 @@ def test_logits_equal_transformers_at_every_position(
     _, kind, overrides = variant
     model, ids = saved_model(kind, **overrides), token_ids(24)
     FLOAT32_LOGITS.check(assemble(model.directory, policy).logits(ids), model.logits(ids))
+
+
+@each_row("kind", KINDS)
+def test_a_family_equals_transformers_and_in_integers_itself(
+    saved_model: Models, kind: str
+) -> None:
+    """In prompts and behind them, beyond the windows that there are."""
+    model, ids = saved_model(kind), token_ids(24)
+    expected, found = model.logits(ids), assemble(model.directory).logits(ids)
+    FAMILY_LOGITS.check(found / expected.abs().max(), expected / expected.abs().max())
+    assert assemble(model.directory).greedy(ids, 24) == model.greedy(ids, 24)
+    policies = ("quantized-clear", "shielded", "dealt")
+    clear, *hidden = (model.tee(policy).logits(ids[:12], chunk=7) for policy in policies)
+    assert all(torch.equal(clear, logits) for logits in hidden)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -121,7 +145,8 @@ def test_frequencies_equal_transformers(tmp_path: Path, name: str, length: int) 
         **{**SIZES, **with_rope(name)}, architectures=["LlamaForCausalLM"]
     )
     reference.save_pretrained(tmp_path)
-    frequencies, scaling = rope_frequencies(read_config(tmp_path), length)
+    config = read_config(tmp_path)
+    frequencies, scaling = rope_frequencies(config, config.ropes[0], length)
     rope_type = ROPES[name]["rope_type"]
     if rope_type == "default":
         exponents = torch.arange(0, 16, 2, dtype=torch.float32) / 16
@@ -188,7 +213,8 @@ def test_original_context_beside_the_rope_parameters_counts_as_in_transformers(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     reference = transformers.LlamaConfig.from_pretrained(tmp_path)
     expected = ROPE_INIT_FUNCTIONS["longrope"](reference, torch.device("cpu"), seq_len=50)
-    frequencies, scaling = rope_frequencies(read_config(tmp_path), 50)
+    config = read_config(tmp_path)
+    frequencies, scaling = rope_frequencies(config, config.ropes[0], 50)
     ROPE_FREQUENCIES.check(frequencies, expected[0])
     assert scaling == expected[1]
-    assert read_config(tmp_path).rope.original_max_position_embeddings == 64
+    assert config.ropes[0].original_max_position_embeddings == 64

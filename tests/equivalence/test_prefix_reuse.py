@@ -55,6 +55,21 @@ def test_with_and_without_reuse_answers_are_the_same(
     assert engine.counts.prompt_tokens == sum(map(len, texts)) - sum(reused)
 
 
+def test_keys_that_depend_on_a_sequence_s_length_are_nobody_else_s(saved_model: Models) -> None:
+    """Those of Phi-4-mini have other frequencies behind 32 tokens; a draft does not change them."""
+    tee, long = saved_model("phi4-mini").tee("quantized-clear"), token_ids(50)
+    engine = _engine(tee, prefix_reuse=True)
+    for ids, reused in ((long, 0), (long[:24], 0), (long[:26], 24), (long, 0)):
+        before = engine.counts.prefix_hits
+        (expected,) = _answers(_engine(tee), _request(ids))
+        _assert_same(_answers(engine, _request(ids)), [expected])
+        assert engine.counts.prefix_hits - before == reused
+    repeating = [*token_ids(5), *token_ids(5)] * 3
+    wanted = _request(repeating[:28], max_new_tokens=20)
+    drafting = _engine(tee, speculative_tokens=6)
+    _assert_same(_answers(drafting, wanted), _answers(_engine(tee), wanted))
+
+
 def test_a_conversation_finds_what_was_said_in_it(saved_model: Models) -> None:
     """Prompt and answer, but for the last token, which is never fed back."""
     tee = saved_model("llama", num_hidden_layers=2).tee("quantized-clear")

@@ -99,7 +99,7 @@ def tiny_model() -> Path:
 
 def _config(case: Case) -> str:
     config = read_config(_put("config", "config.json", case[0]).parent)
-    return f"{config.architecture} {config.rope.rope_type} {len(config.biased_modules)}"
+    return f"{config.architecture} {config.ropes[0].rope_type} {len(config.biased_modules)}"
 
 
 def _generation(case: Case) -> str:

@@ -48,7 +48,11 @@ CONFIG = ModelConfig(
     num_key_value_heads=KV_HEADS,
     head_dim=HEAD_DIM,
     max_position_embeddings=256,
-    rope=RopeParameters(),
+    ropes=(RopeParameters(),),
+    layer_ropes=(0, 0),
+    activation="silu",
+    norm_eps=1e-6,
+    score_scale=HEAD_DIM**-0.5,
     dtype="float32",
     biased_modules=frozenset(),
     sliding_windows=(None, 7),
@@ -286,7 +290,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Divide rows by their root mean square."""
-    return weight * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+    return weight * x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
 
 
 def run_layer(
@@ -349,7 +353,7 @@ def _unseen(rows: int, config: ModelConfig, layer: int) -> torch.Tensor:
 def _turned(x_TC: torch.Tensor, order_c: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Rotate pair i, channels i and i + C / 2, by the frequency of the model's pair order[i]."""
     half = config.head_dim // 2
-    frequency_c = config.rope.rope_theta ** (-order_c.double() / half)
+    frequency_c = config.ropes[0].rope_theta ** (-order_c.double() / half)
     angles_Tc = torch.arange(len(x_TC)).double()[:, None] * frequency_c
     cos_Tc, sin_Tc = angles_Tc.cos().to(x_TC.dtype), angles_Tc.sin().to(x_TC.dtype)
     a_Tc, b_Tc = x_TC[:, :half], x_TC[:, half:]

@@ -1,5 +1,6 @@
 """Real processes, small random models and free endpoints for tests."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,7 +18,6 @@ from protocol.messages import (
     Timing,
 )
 from protocol.model.checkpoint import Checkpoint, Shapes
-from protocol.model.config import read_config
 from protocol.tensors import torch_dtype
 from tee_side.assembly import Assembly, MaskSettings
 from tee_side.engine.engine import DEFAULT_STEP_TOKENS, Engine, EngineSettings
@@ -49,37 +49,115 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-ARCHITECTURES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+_WINDOW = {"sliding_window": 5}
+# Layers with and without a window.
+_LISTED = _WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32.0}
+
+# Of each kind the name of its classes in transformers, and settings in which what it differs by
+# shows: the numbers are far from those that change nothing, and windows are short.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "ministral": ("Ministral", _WINDOW),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": _YARN
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}
+            | {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        },
+    ),
+    "gemma": ("Gemma", {}),
+    "gemma2": (
+        "Gemma2",
+        _LISTED
+        | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("Gemma3Text", _LISTED | {"query_pre_attn_scalar": 24}),
+    "phi3": ("Phi3", _WINDOW),
+    "phi4-mini": (
+        "Phi3",
+        {
+            # Between a prompt of 24 tokens and what is generated.
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(3)],
+                "long_factor": [2.0 + 0.5 * i for i in range(3)],
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
+        | {"logits_scaling": 4.0},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", _LISTED),
+    "exaone4": ("Exaone4", _LISTED),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", _LISTED),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "ernie4.5": ("Ernie4_5", {"use_bias": True}),
+    "helium": ("Helium", {"attention_bias": True, "head_dim": 8}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {
+            "attention_bias": True,
+            "rope_parameters": _ROPE | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "starcoder2": ("Starcoder2", _WINDOW),
+    "nemotron": ("Nemotron", {"mlp_bias": True}),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True}),
+    "cwm": ("Cwm", _LISTED | {"rope_parameters": _ROPE}),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "apertus": ("Apertus", {"rope_parameters": _ROPE}),
+}
+# Those that differ from Llama by little, and run with whatever is tried under several policies.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# Without a size of heads of its own: it is hidden_size / num_attention_heads.
+_NO_HEAD_DIM = {"qwen2", "phi3", "phi4-mini", "granite", "olmo2", "olmo3", "exaone4", "smollm3"} | {
+    *("cohere", "cohere2", "stablelm", "starcoder2", "apertus")
 }
 
 
 def make_model(
     directory: Path, kind: str = "llama", seed: int = 0, **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """Save a random model of one architecture, and return it in eval mode.
+    """Save a random model of one kind, and return it in eval mode.
 
     Weights are larger than transformers' default and norms and biases are not constant, so that a
     mistake in any operator is visible in the logits.
     """
-    config_class, model_class = ARCHITECTURES[kind]
-    settings = {**SIZES, **overrides}
-    if kind == "qwen2":
-        settings.pop("head_dim")  # Qwen2 has none: hidden_size / num_attention_heads
-    model = model_class(config_class(**settings))
+    name, own = KINDS[kind]
+    settings = {**SIZES, **copy.deepcopy(own), **overrides}
+    if kind in _NO_HEAD_DIM:
+        settings.pop("head_dim")
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
+            elif "norm" in name:
+                parameter.copy_(1.0 + 0.2 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
+            elif parameter.dim() < 2:
+                parameter.copy_(0.5 + 0.2 * noise)
             else:
                 parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
     model.eval()
@@ -244,7 +322,7 @@ def assemble(
 ) -> Tee:
     """Put the trusted side together; a policy that needs a service gets a loopback one."""
     chosen = load_policy(policy) if isinstance(policy, str) else policy
-    config, checkpoint, element = read_config(directory), _Known(directory), torch_dtype(dtype)
+    (config, checkpoint), element = _Known.open(directory), torch_dtype(dtype)
     model = load_tee_model(config, checkpoint, element)
     assembly = Assembly(
         chosen, config, checkpoint, model, masks or MaskSettings(), step_tokens=step_tokens

@@ -172,15 +172,26 @@ class Trial {
     const int64_t stride = features + 3, size = (rows - 1) * stride + features;
     auto x = floats_of(type, size), up = floats_of(type, size), gain = floats_of(type, features);
     auto out = floats_of(type, rows * features), h = floats_of(type, rows * features);
-    kernels_.rms_norm(type, x.get(), stride, rows, features, gain.get(), 1e-5f, out.get(), pool_);
-    keep(out);
-    kernels_.silu_mul(type, x.get(), up.get(), stride, rows, features, out.get(), pool_);
-    keep(out);
-    kernels_.residual(type, h.get(), out.get(), rows * features);
+    for (int centred : {0, 1}) {
+      kernels_.norm(type, x.get(), stride, rows, features, gain.get(), centred ? gain.get() : nullptr,
+                    1e-5f, centred, out.get(), pool_);
+      keep(out);
+    }
+    const float xielu[] = {0.8f, 1.3f, 0.5f, -1e-6f};
+    for (int kind = 0; kind < 4; kind++) {
+      kernels_.activate(type, static_cast<Activation>(kind), x.get(), kind < 2 ? up.get() : nullptr, stride, rows,
+                        features, xielu, out.get(), pool_);
+      keep(out);
+    }
+    kernels_.residual(type, h.get(), out.get(), 0.7f, rows * features);
     keep(h);
     auto cos = floats_of(type, rows * features), sin = floats_of(type, rows * features / 2);
-    kernels_.rope(type, x.get(), stride, rows, 1, features, cos.get(), sin.get(), out.get(), pool_);
-    keep(out);
+    for (int neighbours : {0, 1}) {
+      const int64_t turned = neighbours ? features / 4 * 2 : features;
+      kernels_.rope(type, x.get(), stride, rows, 1, features, turned, neighbours, cos.get(),
+                    sin.get(), out.get(), pool_);
+      keep(out);
+    }
   }
 
   void attention(Float type, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
@@ -199,8 +210,8 @@ class Trial {
     auto v = floats_of(type, rows * kv_heads * dim);
     kernels_.append(type, q.get(), stride, v.get(), kv_heads * dim, kv_heads, dim, both, count,
                     layer);
-    kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, count, layer, window,
-                       out.get(), pool_);
+    kernels_.attention(type, q.get(), stride, heads, kv_heads, dim, both, count, layer, window, 0.2f,
+                       window ? 3.f : 0.f, out.get(), pool_);
     if (type == Float::f32) return keep(out);
     for (int64_t i = 0; i < rows * heads * dim; i++) {
       uint32_t bits = 0;

@@ -84,7 +84,6 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     from protocol import native
     from protocol.integer import check_kernels
     from protocol.model.checkpoint import Checkpoint, light_tensors
-    from protocol.model.config import read_config
     from tee_side.protect.pads.bank import BankFile
     from tee_side.protect.pads.bank_files import MAX_GROUP
     from tee_side.protect.pads.source import (
@@ -104,7 +103,7 @@ def make(*, settings: RunSettings, tokens: int, capacity: int | None) -> None:
     directory = model_directory(settings.model)
     open_seal(directory, settings)
     pinned = load_manifest(directory, settings)
-    config, checkpoint = read_config(directory, pinned), Checkpoint(directory, pinned)
+    config, checkpoint = Checkpoint.open(directory, pinned)
     chosen = load_pinned_policy(settings.policy, pinned)
     chosen.check(config.num_hidden_layers)
     mask, layout = padded(chosen, config)

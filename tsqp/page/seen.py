@@ -18,8 +18,7 @@ import numpy.typing as npt
 import torch
 
 from protocol.messages import LinearRequest, Request, RingLinearRequest, SeededRingLinearRequest
-from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_names
-from protocol.model.config import read_config
+from protocol.model.checkpoint import EMBEDDING, Checkpoint, norm_name
 from protocol.tensors import WireTensor, to_torch
 from tee_side.engine.tokenizer import Tokenizer
 
@@ -151,11 +150,12 @@ class VocabularyMatcher:
     """
 
     def __init__(self, directory: Path) -> None:
-        config, self._checkpoint = read_config(directory), Checkpoint(directory)
+        config, self._checkpoint = Checkpoint.open(directory)
         self.tokenizer = Tokenizer(directory)
         self._tokens, self.width = config.vocab_size, config.hidden_size
-        self._gain_D = torch.empty(self.width)
-        self._checkpoint.copy_into(norm_names(config, 0)["input_layernorm"], self._gain_D)
+        self._gain_D = torch.ones(self.width)
+        if "input_layernorm" in config.table.norms:
+            self._checkpoint.copy_into(f"{norm_name(0, 'input_layernorm')}.weight", self._gain_D)
 
     def nearest(self, inputs: Sequence[torch.Tensor]) -> list[int]:
         """Return the token whose direction is nearest to each row of inputs [.., D], any dtype."""

@@ -286,7 +286,7 @@ def _app(
         default_max_tokens=settings.default_max_tokens,
         system_fingerprint=_fingerprint(runner),
         created=int(time.time()),
-        pooling=settings.pooling,
+        read_embedding=partial(runner.embedding, settings.pooling),
     )
     compiler = GrammarCompiler(runner.tokenizer, config.vocab_size, config.eos_token_ids)
     limits = Limits(keys.of if keys is not None else lambda _: None)

@@ -87,7 +87,9 @@ class ServeSettings(EvidenceSettings, RunSettings):
         0.0, "Send a token at most so often, on a clock of its own; 0: as they come."
     )
     round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
-    pooling: Literal["last", "mean"] = setting("last", "Of /v1/embeddings.")
+    pooling: Literal["last", "mean"] | None = setting(
+        None, "Of /v1/embeddings.", show_default="what the model's files say, or the last token"
+    )
     audit_log: Path | None = file_setting("Sealed log of requests: key, time, tokens; no text.")
     audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)
     audit_key_fd: AtLeast0 | None = local(None, "An open file that has its key.")

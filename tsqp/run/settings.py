@@ -128,7 +128,7 @@ def model_directory(name: str) -> Path:
     """Return the directory of MODEL: the demo model that ships with us, or a path."""
     if name == DEMO:
         return Path(__file__).resolve().parent.parent / "demo_model"
-    return Path(name)
+    return Path(name).expanduser()
 
 
 @dataclass(frozen=True, kw_only=True)

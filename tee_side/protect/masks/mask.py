@@ -38,7 +38,7 @@ from tee_side.words import Operator, PadsFrom, Site, is_projection
 if TYPE_CHECKING:
     from protocol.model.checkpoint import Checkpoint
     from protocol.model.config import ModelConfig
-    from protocol.model.weights import LayerNorms
+    from protocol.model.weights import LightWeights
     from tee_side import plugins
 
 Kind = Literal["row", "feature", "segment", "additive"]
@@ -268,9 +268,9 @@ class ProvisionedMask(Mask):
         path: Path | None,
         config: ModelConfig,
         checkpoint: Checkpoint,
-        norms: Sequence[LayerNorms],
+        light: Sequence[LightWeights],
     ) -> MaskKey:
-        """Read the key of this mask and model. `norms`: of each layer, from the TEE's own model.
+        """Read the key of this mask and model. `light`: of each layer, from the TEE's own model.
 
         Raises SettingsError for no path, FeatureKeyError, and MaskError for a norm that the mask
         cannot fold.

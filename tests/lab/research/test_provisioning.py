@@ -121,7 +121,7 @@ def test_what_cannot_be_provisioned_is_refused_before_any_work_and_nothing_is_ov
     def work(*_: Any) -> None:
         raise AssertionError("a refusal must come before any work")
 
-    monkeypatch.setattr(provisioning, "read_config", work)
+    monkeypatch.setattr(provisioning.Checkpoint, "open", work)
     (out / "mine").write_text("mine")
     (out / "link").symlink_to("nowhere/at/all")
     (out / "full").mkdir()

@@ -96,13 +96,17 @@ def test_every_tensor_must_be_there_with_its_shape(
 @each_row(
     ("name", "tensor", "got"),
     [
-        (DOWN, torch.ones(48, 96).to(torch.int64), "'I64'"),
-        (DOWN, torch.ones(48, 96).to(torch.int8), "'I8'"),
+        (DOWN, torch.ones(48, 96).to(torch.int64), "dtype I64"),
+        (DOWN, torch.ones(48, 96).to(torch.int8), "dtype I8"),
         (DOWN, torch.ones(48, 96).to(torch.float64), "dtype F64"),
-        (DOWN, torch.ones(48, 96).to(torch.bool), "'BOOL'"),
-        (DOWN, torch.ones(48, 96).to(torch.float8_e4m3fn), "'F8_E4M3'"),
+        (DOWN, torch.ones(48, 96).to(torch.bool), "dtype BOOL"),
+        (DOWN, torch.ones(48, 96).to(torch.float8_e4m3fn), "dtype F8_E4M3"),
         ("model.layers.0.self_attn.q_proj.bias", torch.zeros(96), EXTRA),
-        ("model.layers.3.input_layernorm.weight", torch.ones(48), EXTRA),
+        ("model.layers.2.other.weight", torch.ones(48), EXTRA),
+        # Layers that predict tokens further ahead, and what a cache of few bits needs.
+        ("model.layers.3.input_layernorm.weight", torch.ones(48), None),
+        ("model.layers.0.self_attn.k_scale", torch.ones(1), None),
+        ("model.layers.0.self_attn.k_proj.k_scale", torch.ones(1).to(torch.float8_e4m3fn), None),
         # RoPE buffers of old checkpoints mean nothing.
         ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8), None),
     ],
@@ -139,7 +143,7 @@ def test_fused_modules_stand_side_by_side_with_their_biases(
     assert FUSED_MODULES["gate_up_proj"] == ("gate_proj", "up_proj")
     for operator, modules in FUSED_MODULES.items():
         linear = load_linear(checkpoint, config, 1, operator, dtype=torch.float32, device=CPU)
-        names = [module_name(config, 1, module) for module in modules]
+        names = [module_name(1, module) for module in modules]
         whole = torch.cat([tensors[f"{name}.weight"] for name in names])
         assert torch.equal(linear.weight, whole)
         biased = kind == "qwen2" and operator == "qkv_proj"

@@ -19,11 +19,15 @@ from protocol.model.checkpoint import (
     FINAL_NORM,
     SINGLE_FILE,
     Checkpoint,
+    light_tensors,
     linear_digest,
+    linear_tensors,
 )
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized, load_tensor
+from tee_side.engine.embedding import read_embedding
 from tee_side.engine.tokenizer import Tokenizer
+from tests.kit.model import KINDS, Models
 from tests.kit.rows import each_row
 from tsqp.model_at_rest import PINNED_FILES, make_manifest
 from tsqp.run.settings import model_directory
@@ -32,6 +36,18 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 SHA = "0" * 64
 SAID = ", as in the manifest, or the manifest of this model"
 Change = Callable[[dict[str, Any]], object]
+_MODULES = [{"type": f"models.{kind}"} for kind in ("Transformer", "Pooling", "Normalize")]
+_FILES = {
+    "special_tokens_map.json": "{}",
+    "added_tokens.json": "{}",
+    "modules.json": json.dumps(_MODULES),
+    "1_Pooling/config.json": '{"pooling_mode": "mean"}',
+    "config_sentence_transformers.json": "{}",
+}
+
+
+def _embedding(directory: Path, manifest: Manifest) -> object:
+    return read_embedding(directory, None, manifest)
 
 
 @pytest.fixture
@@ -39,7 +55,11 @@ def directory(directory: Path) -> Path:
     """A model with all the small files that there may be."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_directory("demo") / name, directory / name)
-    assert {path.name for path in directory.iterdir()} == {*PINNED_FILES, SINGLE_FILE}
+    (directory / "1_Pooling").mkdir()
+    for name, content in _FILES.items():
+        (directory / name).write_text(content)
+    there = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert there == {*PINNED_FILES, SINGLE_FILE}
     return directory
 
 
@@ -95,6 +115,14 @@ READERS: dict[str, Callable[[Checkpoint, Any], object]] = {
 }
 
 
+@each_row("kind", KINDS)
+def test_a_model_of_every_family_is_read_as_it_was_pinned(saved_model: Models, kind: str) -> None:
+    directory = saved_model(kind).directory
+    config, checkpoint = Checkpoint.open(directory, make_manifest(directory))
+    for name, shape in (light_tensors(config) | linear_tensors(config)).items():
+        assert load_tensor(checkpoint, name, shape, dtype=torch.float32).shape == shape
+
+
 def test_no_reader_hands_out_a_byte_that_differs(directory: Path, pinned: Manifest) -> None:
     config = read_config(directory)
     tensors = {name: pin for name, pin in pinned.tensors.items() if name != DOWN}
@@ -146,6 +174,10 @@ FILE_READERS: dict[str, Callable[[Path, Manifest], object]] = {
     "tokenizer.json": Tokenizer,
     "tokenizer_config.json": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
     "chat_template.jinja": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
+    **dict.fromkeys(("special_tokens_map.json", "added_tokens.json"), Tokenizer),
+    **dict.fromkeys(
+        ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"), _embedding
+    ),
 }
 
 

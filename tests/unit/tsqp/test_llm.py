@@ -1,16 +1,24 @@
 """A model in Python: what comes back, and by which names."""
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.train_demo import train_demo
-from protocol.errors import EngineError, LimitError, PromptError, SettingsError
+from protocol.errors import EngineError, LimitError, ModelError, PromptError, SettingsError
+from protocol.model.checkpoint import SINGLE_FILE
+from tee_side.engine.tokenizer import Tokenizer
+from tests.kit.model import Models
 from tests.kit.rows import each_row
 from tsqp import LLM, SamplingParams
+from tsqp.run.settings import model_directory
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -122,3 +130,53 @@ def test_a_demo_model_that_was_trained_loads(tmp_path: Path) -> None:
     train_demo(tmp_path, tokens=6000, validation_documents=20, tokenizer_documents=400)
     with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
         assert len(llm.generate(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+
+
+def test_vectors_are_those_of_transformers_as_the_models_own_files_say(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    """In Qwen3-Embedding's layout: names without prefix, the last token, length 1, a prompt."""
+    model = saved_model("qwen3", vocab_size=1024, tie_word_embeddings=True)
+    shutil.copytree(model.directory, tmp_path, dirs_exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_directory("demo") / name, tmp_path)
+    weights = load_file(tmp_path / SINGLE_FILE)
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(bare, tmp_path / SINGLE_FILE)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    prompts = {"prompts": {"query": "The question is: ", "document": ""}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    texts = ["a fox and an owl", "The cat"]
+    with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
+        found = llm.embed(texts)
+        asked = llm.embed(texts[0], prompt_name="query")
+        short = llm.embed(texts[0], dimensions=8)
+        for wrong in ({"prompt_name": "other"}, {"dimensions": 0}, {"dimensions": 49}):
+            with pytest.raises(PromptError, match=f"{next(iter(wrong))}: got another value"):
+                llm.embed(texts[0], **wrong)
+    tokenizer, body = Tokenizer(tmp_path), model.reference.base_model
+    for text, vector in zip(
+        [*texts, "The question is: a fox and an owl"], found + asked, strict=True
+    ):
+        with torch.inference_mode():
+            last = body(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(last, dim=-1)
+        torch.testing.assert_close(torch.tensor(vector), expected, rtol=0, atol=2e-5)
+    cut = torch.nn.functional.normalize(torch.tensor(found[0][:8]), dim=-1)
+    torch.testing.assert_close(torch.tensor(short[0]), cut)
+    # Without an LM head, as the larger ones are published: vectors alone.
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
+        assert llm.embed(texts) == found
+        with pytest.raises(PromptError, match="got a model without an LM head"):
+            llm.generate(texts)
+    (tmp_path / "modules.json").write_text('[{"type": "models.Dense"}]')
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
+        llm.generate(texts[:1], SamplingParams(max_tokens=1))
+        with pytest.raises(ModelError, match=r"modules\.json"):
+            llm.embed(texts)

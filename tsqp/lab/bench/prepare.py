@@ -10,12 +10,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,15 +22,18 @@ from safetensors.torch import save_file
 from protocol.errors import PolicyError
 from protocol.model.checkpoint import (
     INDEX_FILE,
+    LM_HEAD,
     SINGLE_FILE,
     Checkpoint,
+    Shapes,
     bytes_of,
+    file_places,
     light_tensors,
     linear_tensors,
 )
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
-from protocol.model.weights import load_tensor, weight_rows
+from protocol.model.weights import load_tensor
 from tee_side.policy.placement import Policy
 from tee_side.protect.masks.mask import AdditiveMask
 from tee_side.protect.pads.bank import BankFile
@@ -43,6 +45,7 @@ from tee_side.protect.pads.source import (
     multiply_here,
     read_weights,
 )
+from tsqp.importing.header import header
 from tsqp.lab.bench.job import Measuring, pad_phases
 from tsqp.lab.bench.results import PadMaking
 from tsqp.lab.bench.shapes import Shape
@@ -73,6 +76,13 @@ def required_bytes(config: ModelConfig, *, linear: bool = True) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * DTYPE.itemsize
 
 
+def stored_tensors(config: ModelConfig, linear: bool = True) -> Shapes:
+    """Return names and shapes of what a file of a model has, as `required_bytes` counts it."""
+    wanted = light_tensors(config) | (linear_tensors(config) if linear else {})
+    places = file_places(config)
+    return {places[name].name: places[name].shape for name in wanted}
+
+
 def write_random_model(directory: Path, shape: Shape, linear: bool = True) -> Path:
     """Write config.json and bfloat16 weights, one file, to a directory; return that.
 
@@ -84,15 +94,15 @@ def write_random_model(directory: Path, shape: Shape, linear: bool = True) -> Pa
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(shape.settings)), encoding="utf-8")
     config = read_config(directory)
-    shapes = light_tensors(config) | (linear_tensors(config) if linear else {})
+    shapes = stored_tensors(config, linear)
     generator = torch.Generator().manual_seed(0)
     block = torch.empty(_BLOCK).normal_(generator=generator)  # float32: scaled, then rounded once
     blocks: dict[float, torch.Tensor] = {}
-    write_header(directory / SINGLE_FILE, shapes)
+    (directory / SINGLE_FILE).write_bytes(header(shapes, DTYPE)[0])
     with (directory / SINGLE_FILE).open("ab") as file:
         for name, sizes in shapes.items():
-            if len(sizes) == 1 and not name.endswith(".bias"):
-                file.write(bytes_of(torch.ones(sizes, dtype=DTYPE)))
+            if len(sizes) < 2 and not name.endswith(".bias"):
+                file.write(bytes_of(torch.ones(sizes, dtype=DTYPE).view(-1)))
                 continue
             scale = 1 / math.sqrt(sizes[-1])
             if scale not in blocks:
@@ -103,19 +113,6 @@ def write_random_model(directory: Path, shape: Shape, linear: bool = True) -> Pa
             for begin in range(0, end, _BLOCK):
                 file.write(bytes_of(blocks[scale][max(0, start - begin) : end - begin]))
     return directory
-
-
-def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Begin a safetensors file of bfloat16 tensors; return how many bytes are to follow."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * DTYPE.itemsize
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    return end
 
 
 # -------------------------------------------------------------------------- made from a model
@@ -152,21 +149,24 @@ def write_hollow(source: Path, target: Path) -> Path:
     the same cost as those of any weights.
     """
     target.mkdir()
-    config, checkpoint = read_config(source), Checkpoint(source)
+    config, _ = Checkpoint.open(source)
     settings = read_json(source / "config.json") | {"tie_word_embeddings": False}
     (target / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    shapes = light_tensors(read_config(target))
-    zeros = {name: shapes.pop(name) for name in weight_rows(read_config(target), 0, "lm_head")}
+    checkpoint = Checkpoint(source)
+    shapes = stored_tensors(read_config(target), linear=False)
+    zeros = {LM_HEAD: shapes.pop(LM_HEAD)}
     checkpoint.require(shapes)
     light = {
         name: load_tensor(checkpoint, name, shape, dtype=checkpoint.rows(name, 0, 1).dtype)
         for name, shape in shapes.items()
     }
-    files = {"light.safetensors": shapes, "zeros.safetensors": zeros | linear_tensors(config)}
+    linears = stored_tensors(config).items() - stored_tensors(config, linear=False).items()
+    files = {"light.safetensors": shapes, "zeros.safetensors": zeros | dict(linears)}
     save_file(light, target / "light.safetensors", metadata={"format": "pt"})
     path = target / "zeros.safetensors"
     # What is past the end of what was written reads as zeros, and takes no room on a disk.
-    size = write_header(path, files[path.name])
+    start, size = header(files[path.name], DTYPE)
+    path.write_bytes(start)
     os.truncate(path, path.stat().st_size + size)
     weight_map = {name: file for file, names in files.items() for name in names}
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -219,7 +219,7 @@ def _new_bank(
     model: Path, policy: Policy, tokens: int, path: Path
 ) -> tuple[BankFile, Callable[[int], None]]:
     """Return an empty bank for a policy's one mask, and what fills it."""
-    config, checkpoint = read_config(model), Checkpoint(model)
+    config, checkpoint = Checkpoint.open(model)
     ((mask, layout),) = pad_layouts(policy, config).items()
     purpose = purpose_of(checkpoint, config, mask, layout)
     place, groups = BankPlace.at(path, beside_bank=True), -(-tokens // MAX_GROUP)

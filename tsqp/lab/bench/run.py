@@ -163,7 +163,7 @@ class Bench:
                 "the extra bench (pip install '.[bench]'), or no baselines",
             )
         if settings.model is not None:
-            Checkpoint(settings.model).require(light_tensors(config))
+            Checkpoint.open(settings.model)[1].require(light_tensors(config))
         if not settings.endpoints:
             parse_device(settings.device)
         for endpoint in settings.endpoints:
@@ -228,7 +228,7 @@ class Bench:
                 "no --key, or no --server-model",
                 f"both, as tsqp provision MODEL --mask {mask.name} writes them",
             )
-        FeatureKey.load(settings.key).check(self._config, Checkpoint(settings.model), mask)
+        FeatureKey.load(settings.key).check(*Checkpoint.open(settings.model), mask)
         if settings.server_model is not None and not settings.endpoints:
             served_config = read_config(settings.server_model)
             Checkpoint(settings.server_model).require(linear_tensors(served_config))
@@ -324,7 +324,7 @@ class Bench:
             # For one length; the slowest take 6 s a pass.
             "case_s": 5.0,
         }
-        if Checkpoint(model).holds(linear_tensors(self._config)):
+        if Checkpoint.open(model)[1].holds(linear_tensors(self._config)):
             self._say("baseline: transformers")
             options = common | {
                 "model": model,

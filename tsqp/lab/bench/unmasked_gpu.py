@@ -20,7 +20,7 @@ from gpu_side.segment_kernels import TorchMaths, finish
 from protocol.messages import FUSED_MODULES, LinearOperator
 from protocol.model.config import ModelConfig, read_config
 from protocol.model.forward import Call, Layer, Ops, Rope, bound, forward, staying
-from protocol.model.weights import LayerNorms
+from protocol.model.weights import NormTensors, load_final_norm, load_light
 from tsqp.lab.bench.results import Baseline, Spread
 from tsqp.lab.measure import elapsed_us, script, write_results
 
@@ -32,9 +32,9 @@ class _Maths(TorchMaths):
     """A service's operators, with the one kernel that torch has for a norm."""
 
     @staticmethod
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(x: torch.Tensor, norm: NormTensors, eps: float) -> torch.Tensor:
         """RMSNorm over the last axis."""
-        return rms_norm(x, weight.shape, weight, eps)
+        return rms_norm(x, norm.weight.shape, norm.weight, eps)
 
 
 class Decoder:
@@ -50,10 +50,13 @@ class Decoder:
         layers, (_, K, C) = range(config.num_hidden_layers), config.heads
         self._caches = [random(2, 1, K, context + 1, C) for _ in layers]
         self._embedding = random(config.vocab_size, config.hidden_size)
-        ones = torch.ones(config.hidden_size, dtype=DTYPE, device=device)
-        norms = LayerNorms(ones, ones, ones[:C], ones[:C])
-        self._layers = [Layer(index=layer, **bound(norms, config, _Maths())) for layer in layers]
-        self._norm = partial(_Maths.rms_norm, weight=ones, eps=config.rms_norm_eps)
+        ones = partial(torch.ones, dtype=DTYPE, device=device)
+        light = [load_light(config, layer, lambda _name, shape: ones(shape)) for layer in layers]
+        maths = _Maths()
+        self._layers = [Layer(**bound(light[layer], config, layer, maths)) for layer in layers]
+        final = load_final_norm(config, lambda _name, shape: ones(shape))
+        kind = getattr(maths, f"{config.table.norm}_norm")
+        self._norm = partial(kind, norm=final, eps=config.norm_eps)
         calls: dict[str, Any] = {name: [product(name) for _ in layers] for name in FUSED_MODULES}
         embedding = staying(lambda ids_T: self._embedding[ids_T])
         self._ops: Ops[Layer, None] = Ops(embedding=embedding, attention=self._attention, **calls)

@@ -338,7 +338,7 @@ def check_settings(settings: LeakSettings, config: ModelConfig) -> None:
 
     Raises SettingsError, PolicyError, ModelError.
     """
-    Checkpoint(settings.model).require(light_tensors(config))
+    Checkpoint.open(settings.model)[1].require(light_tensors(config))
     for _, policy in settings.policies:
         policy.check(config.num_hidden_layers)
         for layer, phase in itertools.product(range(config.num_hidden_layers), PHASES):

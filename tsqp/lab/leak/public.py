@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from gpu_side.segment_kernels import finish
 from protocol.errors import ModelError
@@ -23,11 +23,11 @@ from protocol.model.checkpoint import (
     linear_tensors,
     lm_head_name,
 )
-from protocol.model.config import ModelConfig, read_config
-from protocol.model.forward import Layer, Norm, Ops, bound, forward, staying
-from protocol.model.weights import CPU, FusedLinear, load_linear, load_tensor
+from protocol.model.config import read_config
+from protocol.model.forward import Layer, Norm, Ops, bound, capped, forward, staying
+from protocol.model.weights import CPU, FusedLinear, NormTensors, load_linear, load_tensor
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.model.local_ops import apply_rope, rms_norm
+from tee_side.model import local_ops
 from tee_side.model.operators import TeeModel, load_tee_model
 from tee_side.protect.sites import IntegerSites
 from tee_side.words import Operator
@@ -36,10 +36,11 @@ from tee_side.words import Operator
 _KEPT_BYTES = 2**29
 # The TEE's operators, but for those that write to what is kept here.
 _MATHS = SimpleNamespace(
-    rms_norm=rms_norm,
-    apply_rope=apply_rope,
-    silu_mul=lambda gate, up: silu(gate) * up,
-    residual=torch.add,
+    rms_norm=local_ops.rms_norm,
+    layer_norm=local_ops.layer_norm,
+    apply_rope=local_ops.apply_rope,
+    activate=local_ops.activate,
+    residual=lambda h, y, scale=1.0: torch.add(h, y, alpha=scale),
 )
 
 
@@ -88,10 +89,10 @@ class PublicModel:
 
     def __init__(self, directory: Path, served: Path | None = None) -> None:
         self.directory = directory
-        self.config: ModelConfig = read_config(directory)
-        self.checkpoint = Checkpoint(directory)
-        self._linear_config = self.config if served is None else read_config(served)
-        self._linear_checkpoint = self.checkpoint if served is None else Checkpoint(served)
+        self.config, self.checkpoint = Checkpoint.open(directory)
+        self._linear_config, self._linear_checkpoint = self.config, self.checkpoint
+        if served is not None:
+            self._linear_config, self._linear_checkpoint = read_config(served), Checkpoint(served)
         # The weights of an operator, float32.
         self.linear: Callable[[int, LinearOperator], FusedLinear] = cache(
             partial(
@@ -154,8 +155,31 @@ class PublicModel:
     @cached_property
     def dictionary_VD(self) -> torch.Tensor:
         """What the first layer's qkv_proj gets for each token, wherever it stands: [V, D]."""
-        norm = self.light.norms[0].input_layernorm
-        return rms_norm(self.embedding_VD.clone(), norm, self.config.rms_norm_eps)
+        return self.entered(torch.float32)
+
+    def entered(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the first layer's qkv_proj gets for each token, computed in a dtype."""
+        h_VD = self.embedding_VD.to(dtype, copy=True)
+        h_VD *= torch.tensor(self.config.embedding_scale, dtype=dtype)
+        norm = self.light.light[0].norms.get("input_layernorm")
+        if norm is None:
+            return h_VD
+        bias = None if norm.bias is None else norm.bias.to(dtype)
+        own = NormTensors(norm.weight.to(dtype), bias)
+        return self._norm(h_VD, own)
+
+    def _norm(self, h: torch.Tensor, norm: NormTensors) -> torch.Tensor:
+        function = getattr(local_ops, f"{self.config.table.norm}_norm")
+        normed: torch.Tensor = function(h, norm, self.config.norm_eps)
+        return normed
+
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """What is computed between the linear operators, float32."""
+        return [
+            Layer(**bound(light, self.config, index, _MATHS))
+            for index, light in enumerate(self.light.light)
+        ]
 
     # ----------------------------------------------------------------- the public model, running
 
@@ -204,10 +228,16 @@ class PublicModel:
             window = config.sliding_windows[layer.index]
             start = 0 if window is None else max(0, position - window + 1)
             k_KSC, v_KSC = prefix.cached[layer.index][:, :, start:].unbind()
-            q_KNGC = (q_NHC * C**-0.5).view(N, K, G, C).transpose(0, 1).reshape(K, N * G, C)
+            q_KNGC = (
+                (q_NHC * config.score_scale)
+                .reshape(N, K, G, C)
+                .transpose(0, 1)
+                .reshape(K, N * G, C)
+            )
             before_KNS = q_KNGC @ k_KSC.transpose(1, 2)
             own_KN1 = (q_KNGC.view(K, N, G, C) * k_NKC.transpose(0, 1)[:, :, None]).sum(-1)
-            scores = torch.cat([before_KNS, own_KN1.reshape(K, N * G, 1)], dim=-1).softmax(-1)
+            scores = torch.cat([before_KNS, own_KN1.reshape(K, N * G, 1)], dim=-1)
+            scores = capped(scores, 1.0, config.score_cap).softmax(-1)
             out_KNC = scores[..., :-1] @ v_KSC
             own_KNGC = v_NKC.transpose(0, 1)[:, :, None].expand(K, N, G, C).reshape(K, N * G, C)
             out_KNC = out_KNC + scores[..., -1:] * own_KNGC
@@ -215,23 +245,20 @@ class PublicModel:
 
         config, position = self.config, len(prefix.token_ids)
         H, K, C = config.heads
-        layers = [
-            Layer(index=index, **bound(norms, config, _MATHS))
-            for index, norms in enumerate(self.light.norms)
-        ]
+        layers = self.layers
         calls: dict[str, Any] = {
             name: [staying(noted(n, name, self.linear(n, name))) for n in range(len(layers))]
             for name in FUSED_MODULES
         }
         entered = [
-            replace(one, input_layernorm=noted(one.index, "segment", one.input_layernorm))
+            replace(one, attention_norm=noted(one.index, "segment", one.attention_norm))
             for one in layers
         ]
         embedding = staying(lambda ids_N: self.embedding_VD[ids_N])
         ops: Ops[Layer, None] = Ops(embedding=embedding, attention=attention, **calls)
-        rope = self.light.rope.of([(position, position + 1, position + 1)])
-        entering = torch.as_tensor(candidates)
-        hidden_ND = finish(forward(entering, entered, rope, ops, None))
+        ropes = self.light.rope.of([(position, position + 1, position + 1)])
+        entering, scale = torch.as_tensor(candidates), config.embedding_scale
+        hidden_ND = finish(forward(entering, entered, ropes, ops, None, scale=scale))
         return States(inputs, hidden_ND, tuple(cached))
 
     def extend(self, prefix: Prefix, token_id: int) -> Prefix:
@@ -247,8 +274,8 @@ class PublicModel:
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V] of states behind the last layer."""
-        normed_ND = rms_norm(hidden_ND.clone(), self.light.final_norm, self.config.rms_norm_eps)
-        return linear(normed_ND, self.lm_head_VD)
+        logits_NV = linear(self._norm(hidden_ND.clone(), self.light.final_norm), self.lm_head_VD)
+        return capped(logits_NV, self.config.logit_scale, self.config.logit_cap)
 
     def likely(self, prefix: Prefix) -> torch.Tensor:
         """Return all token ids, those that the public model expects first.

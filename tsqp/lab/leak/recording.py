@@ -36,7 +36,7 @@ from protocol.messages import (
     Timing,
 )
 from protocol.model.checkpoint import Checkpoint, light_tensors
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig
 from protocol.model.weights import CPU
 from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import from_torch, raw_bytes, to_torch, torch_dtype
@@ -338,7 +338,7 @@ def _stage(
     Gives its model and lanes, the services and behind them the dealer of pads that are made ahead,
     and the model directory that they were given.
     """
-    config, checkpoint = read_config(settings.model), Checkpoint(settings.model)
+    config, checkpoint = Checkpoint.open(settings.model)
     dtype = torch_dtype(settings.dtype or config.dtype)
     checkpoint.require(light_tensors(config))
     model = load_tee_model(config, checkpoint, dtype)

@@ -29,7 +29,6 @@ from protocol.encoding import DEFAULT_MAX_MESSAGE_BYTES
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
-from protocol.model.config import read_config
 from protocol.model.forward import Norm
 from protocol.prepared import Exchange, Payload, PreparedRequest
 from protocol.tensors import torch_dtype
@@ -124,8 +123,7 @@ class _Layers:
         closing: ExitStack,
     ) -> None:
         self._settings = settings
-        self._config = config = read_config(model)
-        checkpoint = Checkpoint(model)
+        self._config, checkpoint = config, _ = Checkpoint.open(model)
         dtype = torch_dtype(settings.dtype or config.dtype)
         self._model = load_tee_model(config, checkpoint, dtype)
         self._assembly = assembly = Assembly(
@@ -379,7 +377,7 @@ class Tracer:
         marking = replace(made.model)
         marking.norm = marked(None, made.model.norm)
         marking.layers = tuple(
-            replace(layer, input_layernorm=marked(layer.index, layer.input_layernorm))
+            replace(layer, attention_norm=marked(layer.index, layer.attention_norm))
             for layer in made.model.layers
         )
         return replace(made, model=marking)

@@ -208,6 +208,8 @@ class Planning:
             named["sliding_window"] = None
         elif "use_sliding_window" in named:
             named["layer_types"] = ["sliding_attention"] * count
+        if config.table.rope == "listed":
+            named["no_rope_layers"] = [int(config.layer_ropes[layer] is not None)] * count
         return policy, replace(self._shape, settings=named)
 
     # --------------------------------------------------------------------------------- the run
@@ -360,7 +362,7 @@ def _kinds(policy: Policy, config: ModelConfig) -> list[int]:
             if operator not in LAYERLESS
             for phase in PHASES
         ]
-        return repr(placements), config.sliding_windows[layer]
+        return repr(placements), config.sliding_windows[layer], config.layer_ropes[layer]
 
     keys = list(map(key, range(config.num_hidden_layers)))
     return list(map(keys.index, keys))

@@ -15,6 +15,7 @@ from protocol.errors import PolicyError
 from protocol.messages import EmbeddingRequest, FloatDtype, LMHeadRequest, MatmulRequest
 from protocol.model.checkpoint import EMBEDDING, light_tensors
 from protocol.model.config import ModelConfig
+from protocol.model.forward import capped
 from protocol.model.weights import load_tensor
 from protocol.prepared import Payloads, PreparedRequest
 from protocol.tensors import WireTensor, short_name
@@ -109,7 +110,8 @@ class RemoteAttention(_Remote):
         scores, values = (
             self._product(operator, layer, phase, settings, randomness) for operator in PRODUCTS
         )
-        H, K, C = self._parts.config.heads
+        config = self._parts.config
+        (H, K, C), scale, cap = config.heads, config.score_scale, config.score_cap
         G = H // K
 
         timed_softmax = timed(softmax, settings.observer, "softmax", layer)
@@ -118,10 +120,10 @@ class RemoteAttention(_Remote):
             # The G query heads that share a key/value head stand below each other: no copy of K
             # and V. Scaling q, not the scores, keeps float16 in range wherever it is computed.
             T, S = q_THC.shape[0], k_KSC.shape[1]
-            q_KGTC = (q_THC * C**-0.5).view(T, K, G, C).permute(1, 2, 0, 3)
+            q_KGTC = (q_THC * scale).view(T, K, G, C).permute(1, 2, 0, 3)
             scores_KRS = await scores((q_KGTC.reshape(K, G * T, C), k_KSC.transpose(1, 2)))
             mask_TS = causal_mask(T, S, layer.window)
-            probs_KGTS = timed_softmax(scores_KRS.view(K, G, T, -1), mask_TS)
+            probs_KGTS = timed_softmax(capped(scores_KRS.view(K, G, T, -1), 1.0, cap), mask_TS)
             out_KRC = await values((probs_KGTS.view(K, G * T, -1), v_KSC))
             return out_KRC.view(K, G, T, C).permute(2, 0, 1, 3).reshape(T, H * C)
 

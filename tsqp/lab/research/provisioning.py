@@ -36,20 +36,20 @@ from protocol.model.checkpoint import (
     lm_head_name,
     model_digest,
     module_name,
-    norm_names,
+    norm_tensors,
 )
-from protocol.model.config import ModelConfig, read_config
+from protocol.model.config import ModelConfig
 from protocol.model.files import read_json
-from protocol.model.weights import CPU, load_linear, load_tensor
+from protocol.model.weights import CPU, load_light, load_linear, load_tensor
 from tee_side.protect.masks.mask import Mask
 from tee_side.protect.randomness import KEY_BYTES
 from tsqp.feature_key import FeatureKey
 from tsqp.lab.research.feature_masks import noise_of
 from tsqp.mask_kinds import (
-    GAINS,
     FeatureMask,
     KeyedSegment,
     SegmentMask,
+    gain_of,
     keyed_segment,
     site_transform,
 )
@@ -114,7 +114,7 @@ def provision(
         Provision(mask=mask.name, provision_id="0" * 64)
     server_dir, key_path = server_dir.resolve(), key_path.parent.resolve() / key_path.name
     _check_outputs(server_dir, key_path)
-    config, checkpoint = read_config(model_dir), Checkpoint(model_dir)
+    config, checkpoint = Checkpoint.open(model_dir)
     shapes = light_tensors(config) | linear_tensors(config)
     checkpoint.require(shapes)
     checkpoint.refuse_extra(config)
@@ -287,17 +287,16 @@ class _Conversion:
     def _linears(self, mask: FeatureMask, layer: int) -> Tensors:
         """Transform a layer's linear operators; one of them is in float64 at a time."""
         config, checkpoint, tensors = self.config, self.checkpoint, Tensors()
-        norms = norm_names(config, layer)
+        light = load_light(config, layer, partial(load_tensor, checkpoint, dtype=torch.float32))
         for operator in FUSED_MODULES:
-            norm = GAINS.get(operator)
-            gain = None if norm is None else self._read(norms[norm], torch.float32)
+            gain = gain_of(config, light, operator)
             transform = site_transform(mask, config, self.seed, layer, operator, gain)
             plain = load_linear(
                 checkpoint, config, layer, operator, dtype=torch.float64, device=CPU
             )
             weight = transform.weight(plain.weight)
             for module, rows in plain.rows.items():
-                name = module_name(config, layer, module)
+                name = module_name(layer, module)
                 tensors[f"{name}.weight"] = self._stored(f"{name}.weight", weight[rows])
                 if module in config.biased_modules:
                     bias = checkpoint.rows(f"{name}.bias", 0, 1)
@@ -311,9 +310,9 @@ class _Conversion:
         def read(names: Iterable[str]) -> Tensors:
             return {name.removeprefix(prefix): self._read(name, torch.float64) for name in names}
 
-        tensors, norms = Tensors(), read(norm_names(self.config, layer).values())
-        for module in (module for modules in FUSED_MODULES.values() for module in modules):
-            start = f"{module_name(self.config, layer, module)}."
+        tensors, norms = Tensors(), read(norm_tensors(self.config, layer))
+        for module in self.config.table.modules:
+            start = f"{module_name(layer, module)}."
             own = [name for name in self.shapes if name.startswith(start)]
             tensors |= {
                 prefix + short: self._stored(prefix + short, made)

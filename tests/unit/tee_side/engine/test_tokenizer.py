@@ -168,6 +168,10 @@ def test_what_a_template_may_do(
         ("tokenizer_config.json", b"{", "tokenizer_config.json"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "got Template"),
         ("tokenizer.json", None, "got no tokenizer.json"),
+        ("tokenizer_config.json", b'{"pad_token": 5}', "pad_token: got 5"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', "decoder.x: got 'x'"),
+        ("special_tokens_map.json", b'{"additional_special_tokens": true}', "tokens: got True"),
+        ("added_tokens.json", b'{"[PAD]": null}', r"\[PAD\]: got None"),
         *(
             ("tokenizer.json", content, "tokenizer.json")
             for content in (b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "X"}}')
@@ -351,3 +355,65 @@ def test_the_work_between_two_steps_is_the_same_whatever_a_token_says(
     assert {stream.feed(token_id) == "" for token_id in generation.token_ids} == {True, False}
     assert len({tuple(calls) for calls in called[1:-1]}) == 1
     assert not any("_decode" in calls for calls in called)
+
+
+def test_a_continuation_keeps_the_space_of_its_first_token(known: dict[str, Tokenizer]) -> None:
+    """Which a decoder drops at the beginning of a text alone, however many tokens are none."""
+    tokenizer = known["sentencepiece"]
+    word, end = tokenizer.encode("the")[0], tokenizer.raw.token_to_id("</s>")
+    assert tokenizer.decode([word, word]) == "the the"
+    for nothing in (0, 3, 40):
+        stream = TextStream(tokenizer, (), [word])
+        fed = [stream.feed(token_id) for token_id in (*[end] * nothing, word)]
+        assert "".join(fed) + stream.flush() == " the"
+    assert TextStream(tokenizer, (), [word, *[end] * 40]).feed(word) == " the"
+    # Behind half a character the other half is no text of its own.
+    first, second = tokenizer.encode("ü")[-2:]
+    stream = TextStream(tokenizer, (), [word, first])
+    assert stream.feed(second) + stream.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json", "class"])
+def test_tokens_that_stand_beside_the_tokenizer_are_as_in_transformers(
+    directory: Path, tmp_path: Path, place: str
+) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    next_id = raw.get_vocab_size()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if place == "added_tokens.json":
+        added = {"<|more|>": next_id + 1, "[PAD]": next_id}
+        (tmp_path / place).write_text(json.dumps(added))
+        settings["pad_token"] = "[PAD]"
+    elif place == "tokenizer_config.json":
+        said = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+        both = (("[PAD]", True), ("<|more|>", False))
+        settings["added_tokens_decoder"] = {
+            str(next_id + index): {"content": token, "special": special, **said}
+            for index, (token, special) in enumerate(both)
+        }
+    else:
+        settings |= {"pad_token": "[PAD]", "additional_special_tokens": ["<|more|>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "the[PAD] cat<|more|>."
+    ours, theirs = Tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+    assert {next_id, next_id + 1} <= set(ids)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_a_class_has_special_tokens_of_its_own(directory: Path, tmp_path: Path) -> None:
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    for kind, ids in (("Qwen2TokenizerFast", 1), ("LlamaTokenizer", 9)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+        assert len(Tokenizer(tmp_path).encode("<|endoftext|>", add_special_tokens=False)) == ids
+
+
+def test_a_special_token_of_more_than_one_id_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat with it would be another."""
+    monkeypatch.setattr(Tokenizer, "_add_tokens", lambda _: ["two words"])
+    with pytest.raises(ModelError, match=r"special token: got \d+ ids for it, expected one"):
+        Tokenizer(directory)

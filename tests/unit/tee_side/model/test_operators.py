@@ -1,7 +1,6 @@
 """The local operators against their formulas, with the weights that the policy keeps in the TEE."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -15,6 +14,7 @@ from protocol.integer import int8_product
 from protocol.messages import FUSED_MODULES
 from protocol.model.checkpoint import Checkpoint
 from protocol.model.config import read_config
+from protocol.model.weights import NormTensors
 from tee_side.model import local_ops
 from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import (
@@ -114,14 +114,16 @@ def test_the_integer_lm_head_is_close_to_the_float_one_row_by_row(
 
 @each_row("value", [float("nan"), float("inf"), -float("inf")])
 def test_logits_that_are_not_finite_are_refused(value: float) -> None:
-    """A service may send anything, and half precision may overflow."""
+    """A service may send anything, and half precision may overflow; also under a cap."""
     ops: Any = SimpleNamespace(head_in_segment=True)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype, cap in itertools.product(STEPS, (None, 30.0)):
+        model: Any = SimpleNamespace(config=SimpleNamespace(logit_scale=1.0, logit_cap=cap))
         logits_NV = torch.full((2, 5), 60000.0).to(dtype)
-        assert run(logits(logits_NV, None, ops)) is logits_NV  # type: ignore[arg-type]
+        found = run(logits(logits_NV, model, ops))
+        assert found is logits_NV if cap is None else (found == cap).all()
         logits_NV[1, 3] = value
         with pytest.raises(ReplyError, match="logits: got values that are not finite"):
-            run(logits(logits_NV, None, ops))  # type: ignore[arg-type]
+            run(logits(logits_NV, model, ops))
 
 
 def _placed(operators: dict[str, Any]) -> Tables:
@@ -196,11 +198,38 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
         turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
         # Epsilon is larger than a row of small numbers.
         root = (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
-        rotated = ops.apply_rope(h.unflatten(1, (1, features)), cos.repeat(1, 1, 2), sin)
+        heads, both_cos = h.unflatten(1, (1, features)), cos.repeat(1, 1, 2)
+        rotated = ops.apply_rope(heads, both_cos, sin, features)
+        # Neighbours, of the first elements alone.
+        pairs = torch.stack((h[:, : features // 2], h[:, features // 2 :]), dim=-1).flatten(1)
+        behind = torch.cat((pairs, up), dim=1).unflatten(1, (1, 2 * features))
+        near = ops.apply_rope(behind, both_cos, sin, features, neighbours=True)
+        right_pairs = torch.stack(turned.chunk(2, dim=-1), dim=-1).flatten(2)
+        deviation = x - x.mean(-1, keepdim=True)
+        spread = (deviation.square().mean(-1, keepdim=True) + 0.5).sqrt()
+        g = gain.double()
+        weight, shifted = NormTensors(gain), NormTensors(gain, gain.flip(0))
+        centred = deviation / spread * g
+        gelu = torch.nn.functional.gelu(x, approximate="tanh")
+        xielu = torch.tensor([0.8, 1.3, 0.5, -1e-6])
+        low = (torch.expm1(x.clamp(max=-1e-6)) - x) * 1.3
+        both = product[:, :-6]
         right = {
-            "norm": _near(ops.rms_norm(h, gain, 0.5), x / root * gain.double(), dtype),
-            "silu": _near(ops.silu_mul(h, up), x / (1 + (-x).exp()) * y, dtype),
+            "norm": _near(ops.rms_norm(h, weight, 0.5), x / root * g, dtype),
+            "LayerNorm": _near(ops.layer_norm(h, weight, 0.5), centred, dtype),
+            "its bias": _near(ops.layer_norm(h, shifted, 0.5), centred + g.flip(0), dtype),
+            "silu": _near(ops.activate(both, "silu", True), x / (1 + (-x).exp()) * y, dtype),
+            "gelu": _near(ops.activate(both, "gelu_pytorch_tanh", True), gelu * y, dtype),
+            "gelu alone": _near(ops.activate(h, "gelu_pytorch_tanh", False), gelu, dtype),
+            "relu2": _near(ops.activate(h, "relu2", False), x.clamp(min=0).square(), dtype),
+            "xielu": _near(
+                ops.activate(h, "xielu", False, xielu),
+                torch.where(x > 0, 0.8 * x * x, low) + 0.5 * x,
+                dtype,
+            ),
             "rope": _near(rotated, turned, dtype),
+            "neighbours": _near(near[..., :features], right_pairs, dtype),
+            "the rest": torch.equal(near[..., features:], behind[..., features:]),
         }
         assert all(map(torch.equal, (product, gain, cos, sin), kept))
         # Keys and values of two heads: rows of a sequence, and one of another with less room.
@@ -215,6 +244,7 @@ def test_rows_are_what_the_formulas_say(ops: Any) -> None:
         stream = h.contiguous()
         total = stream + up
         right["sum"] = ops.residual(stream, up) is stream and torch.equal(stream, total)
+        right["part"] = _near(ops.residual(h.contiguous(), up, 0.3), x + 0.3 * y, dtype)
         wrong += [(name, dtype, features) for name, is_right in right.items() if not is_right]
     assert wrong == []
 
@@ -233,7 +263,13 @@ SIZES = [
 
 
 def _attended(
-    q_THC: torch.Tensor, k: torch.Tensor, v: torch.Tensor, S: int, window: int | None
+    q_THC: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    S: int,
+    window: int | None,
+    scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     T, H, C = q_THC.shape
     k_KSC, v_KSC = k[0, :, :S], v[0, :, :S]
@@ -243,7 +279,9 @@ def _attended(
     if window is not None:
         hidden |= query_T1 - key_1S >= window
     k_HSC, v_HSC = (x.double().repeat_interleave(H // K, dim=0) for x in (k_KSC, v_KSC))
-    scores_HTS = q_THC.double().transpose(0, 1) @ k_HSC.mT / math.sqrt(C)
+    scores_HTS = q_THC.double().transpose(0, 1) @ k_HSC.mT * scale
+    if cap is not None:
+        scores_HTS = cap * (scores_HTS / cap).tanh()
     probs_HTS = scores_HTS.masked_fill(hidden, float("-inf")).softmax(-1)
     return (probs_HTS @ v_HSC).transpose(0, 1).reshape(T, H * C)
 
@@ -265,18 +303,19 @@ def test_attention_is_what_the_formula_says(ops: Any) -> None:
         kept = [x.clone() for x in operands]
         q, k, v = operands
         every, row = (slice(0, tokens), context), (slice(0, 1), context)
-        found = ops.attention(q, _batch((*every, k, v)), 0, window)
+        seen = (window, shape[2] ** -0.5 * (1 + number % 2), (None, 3.0)[number // 2 % 2])
+        found = ops.attention(q, _batch((*every, k, v)), 0, *seen)
         assert all(map(torch.equal, operands, kept))
         # A row's bits do not depend on the rows before it in its chunk, on other sequences, nor on
         # threads.
         native.set_threads(3)
-        last = ops.attention(q[-1:], _batch((*row, k, v)), 0, window)
+        last = ops.attention(q[-1:], _batch((*row, k, v)), 0, *seen)
         # Of another sequence, with keys and values of its own.
         own, behind = (*row, k.flip(2), v.flip(2)), (slice(1, 1 + tokens), context, k, v)
-        other = ops.attention(q[-1:], _batch(own), 0, window)
-        beside = ops.attention(torch.cat([q[-1:], q]), _batch(own, behind), 0, window)
+        other = ops.attention(q[-1:], _batch(own), 0, *seen)
+        beside = ops.attention(torch.cat([q[-1:], q]), _batch(own, behind), 0, *seen)
         native.set_threads(1)
-        exact = _attended(*operands, context, window)
+        exact = _attended(*operands, context, *seen)
         alike = torch.equal(last, found[-1:]) and torch.equal(beside, torch.cat([other, found]))
         if not (_near(found, exact, dtype) and alike):
             wrong.append((tokens, context, window, dtype, shape))
@@ -290,7 +329,7 @@ def test_what_is_not_finite_is_not_hidden(ops: Any, broken: float) -> None:
         # One row's query: none of its scores is a number. One key: of its segment, one score.
         q[0, 0, 3] = broken
         k[0, 1, 0] = torch.nan
-        found = ops.attention(q, _batch((slice(0, 2), context, k, v)), 0, None)
+        found = ops.attention(q, _batch((slice(0, 2), context, k, v)), 0, None, 0.25, None)
         found = found.unflatten(1, (2, 16))
         assert found[0, 0].isnan().all()
         assert found[1, 0].isfinite().all()

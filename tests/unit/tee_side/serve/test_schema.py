@@ -128,6 +128,12 @@ def test_what_would_change_the_answer_is_refused_by_name(ask: Ask) -> None:
     assert not engine.requests
 
 
+def test_an_image_is_refused_in_words() -> None:
+    said = chat(messages=[{"role": "user", "content": [IMAGE]}]).error()
+    assert said["param"] == "body.messages.0.content.0"
+    assert said["message"].endswith("text: images, sound and files are not read")
+
+
 USER = {"role": "user", "content": "Hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 HIDDEN, LONG = model().config.hidden_size, "a " * model().max_model_len

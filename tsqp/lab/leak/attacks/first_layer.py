@@ -23,7 +23,6 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import linear, normalize
 
-from tee_side.model.local_ops import apply_rope, rms_norm
 from tee_side.protect.masks.mask import Mask
 from tee_side.words import Phase
 from tsqp.lab.leak.attack import TOP, Attack, Reading, View, Where, Work, best, place_name
@@ -85,17 +84,16 @@ class AttentionKeys(Attack):
 
     def _found(self, view: View, work: Work) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         # The key of every token in the first layer, before RoPE.
-        public, (_, K, C) = view.public, view.public.config.heads
+        public, (H, K, C) = view.public, view.public.config.heads
         fused = public.linear(0, "qkv_proj")
         rows = fused.rows["k_proj"]
         bias = None if fused.bias is None else fused.bias[rows]
         plain_VKC = linear(public.dictionary_VD, fused.weight[rows], bias).view(-1, K, C)
-        if public.config.qk_norm:
-            gain = public.light.norms[0].k_norm
-            plain_VKC = rms_norm(plain_VKC.clone(), gain, public.config.rms_norm_eps)
+        # Queries beside them, of which nothing is used.
+        beside_VXC = torch.cat((plain_VKC.new_zeros(len(plain_VKC), H, C), plain_VKC), dim=1)
         for (position, phase), appended in sorted(_appended(view).items()):
-            rope = public.light.rope.of([(position, position + 1, position + 1)])
-            k_VKC = apply_rope(plain_VKC, *rope)
+            ropes = public.light.rope.of([(position, position + 1, position + 1)])
+            k_VKC = public.layers[0].turn(beside_VXC.clone(), ropes)[:, H:]
             table_VX = invariant(view.policy.at("attn_scores", 0, phase).mask, k_VKC)
             squares_V = squares(table_VX)
             for session, token, among_MX in appended:
@@ -319,13 +317,8 @@ def _known_rows(view: View) -> torch.Tensor:
 
 def _tables(public: PublicModel) -> torch.Tensor:
     """Return the integers of every token, for each dtype that they may come from: [B, V, I]."""
-    norm, eps = public.light.norms[0].input_layernorm, public.config.rms_norm_eps
     site = public.integers[0, "qkv_proj"]
-    tables = []
-    for dtype in _DTYPES:
-        h_VD = public.embedding_VD.to(dtype, copy=True)
-        tables.append(site.quantise(rms_norm(h_VD, norm.to(dtype), eps))[0])
-    return torch.stack(tables)
+    return torch.stack([site.quantise(public.entered(dtype))[0] for dtype in _DTYPES])
 
 
 def _under_one_pad(rows_RI: torch.Tensor, bound: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from protocol.model.weights import CPU, FusedLinear, load_linear
 from tee_side.words import is_linear
 from tsqp.lab.leak.attack import View, Where
 from tsqp.lab.leak.matching import FeatureMatcher, Matching
+from tsqp.mask_kinds import gain_of
 
 # Smaller gains are folded as this part of the largest, as `FeatureRotation` does.
 _SMALLEST_GAIN = 1e-3
@@ -63,11 +64,10 @@ def beside(view: View, where: Where) -> tuple[list[torch.Tensor], list[torch.Ten
             device=CPU,
         )
     )
-    norms = view.public.light.norms[layer]
-    gains = {"qkv_proj": norms.input_layernorm, "gate_up_proj": norms.post_attention_layernorm}
-    if operator not in gains:
+    gain = gain_of(view.public.config, view.public.light.light[layer], operator)
+    if gain is None:
         return public, served, ones_I
-    gain_I, weight_OI = gains[operator].double(), torch.cat(public)
+    gain_I, weight_OI = gain.double(), torch.cat(public)
     least = _SMALLEST_GAIN * gain_I.abs().max()
     folds = [ones_I, gain_I.abs().clamp(min=least).copysign(gain_I)]
     size = float(torch.cat(served).norm())
