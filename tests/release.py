@@ -30,6 +30,7 @@ PARTS = {
     "wheel": "make wheel",
     "site": "make site",
     "benchmarks": "make bench-check",
+    "real-model": "make real",
     "soak": "make soak SHARE=4",
     "guest-image": "make test-guest",
 }

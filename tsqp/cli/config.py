@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field
 from functools import wraps
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from typing import (
     Any,
@@ -92,7 +93,8 @@ class Commands(click.Group):
         if (module := self._modules.get(cmd_name)) is None:
             return super().get_command(ctx, cmd_name)
         found = import_module(f"tsqp.cli.{module}")
-        return cast("click.Command", getattr(found, cmd_name.replace("-", "_")))
+        name = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
+        return cast("click.Command", getattr(found, name))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. Raises SettingsError for an option of before."""

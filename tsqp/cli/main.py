@@ -21,7 +21,7 @@ _COMMANDS = {
     "evidence": ("keyserver", "proxy", "receipt", "verify"),
     "guest_image": ("image", "measure"),
     "leak": ("leak",),
-    "model_files": ("accuracy", "manifest", "provision", "seal"),
+    "model_files": ("accuracy", "import", "manifest", "provision", "pull", "seal"),
     "operate": ("api-key", "audit", "doctor", "health", "keys"),
 }
 _MODULES = {name: module for module, names in _COMMANDS.items() for name in names}

@@ -18,7 +18,11 @@ from tsqp.run.process import EXIT_FAILURE, bytes_for_people
 from tsqp.run.settings import DEMO, RunSettings, model_directory
 
 if TYPE_CHECKING:
+    from protocol.messages import FloatDtype
     from tee_side.protect.masks.mask import Mask
+
+
+_PLACE = click.Path(path_type=Path)
 
 
 @contextmanager
@@ -106,6 +110,65 @@ def accuracy(
     click.echo(f"{'good' if found.is_good else 'poor'} (good: at most {bounds})")
     if not found.is_good:
         context.exit(EXIT_FAILURE)
+
+
+@click.command("import", context_settings=CONTEXT)
+@click.argument("source", type=_PLACE)
+@click.argument("directory", type=_PLACE)
+@click.option(
+    "--base",
+    type=_PLACE,
+    metavar="DIRECTORY",
+    help="The model that an adapter was made for.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the weights; default: SOURCE's, bfloat16 where it has few bits.",
+)
+@config_option
+def import_(*, source: Path, directory: Path, base: Path | None, dtype: FloatDtype | None) -> None:
+    """Make a plain model DIRECTORY of SOURCE, as it was published, where you trust the disk.
+
+    SOURCE is a GGUF file, a directory with weights in few bits (fp8, compressed-tensors, AWQ, GPTQ,
+    MXFP4) or an adapter (LoRA) for --base. Weights become floats again, a block at a time. What is
+    read and written is recorded in DIRECTORY/import.json. A run that was interrupted goes on where
+    it was, if it is made again.
+    """
+    from tsqp.importing.plain import import_model, open_source
+
+    opened = open_source(source, base)
+    with _progress(f"import {source.name}") as show:
+        record = import_model(opened, directory, dtype, show)
+    shards = f"{len(record['files'])} files of weights"
+    click.echo(f"{directory}: {shards}, {record['settings']['dtype']}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("name", metavar="ORG/NAME[@REVISION]")
+@click.argument("directory", type=_PLACE)
+@config_option
+def pull(*, name: str, directory: Path) -> None:
+    """Get a model from a hub into DIRECTORY, with a manifest, where you trust the disk.
+
+    Only settings, tokenizer and safetensors: no code, no pickles. HF_ENDPOINT names another hub
+    than huggingface.co, HF_TOKEN is for models that need one. Weights in few bits have to go
+    through tsqp import behind it.
+    """
+    from tsqp.importing.pull import pull as run
+    from tsqp.importing.sources import is_quantised
+    from tsqp.model_at_rest import MANIFEST_FILE, make_manifest
+
+    with _progress(f"pull {name}") as show:
+        commit = run(name, directory, show)
+    click.echo(f"{directory}: commit {commit}")
+    if is_quantised(directory):
+        click.echo(f"its weights are in few bits: tsqp import {directory} ANOTHER comes next")
+        return
+    with _progress("reading") as show:
+        content = make_manifest(directory, show).to_bytes()
+    (directory / MANIFEST_FILE).write_bytes(content)
+    click.echo(f"SHA-256 of {MANIFEST_FILE}: {hashlib.sha256(content).hexdigest()}")
 
 
 @click.command(context_settings=CONTEXT)

@@ -1,11 +1,13 @@
 """Links lead somewhere; the README is short; masks.md and policies.md are what the code says."""
 
+import json
 import re
 from pathlib import Path
 
 from gpu_side.handler import ServiceState
 from gpu_side.metrics import StateCollector
 from tee_side.policy.placement import builtin_policies, load_policy
+from tests.kit import models_page
 from tests.kit.masks_page import masks_page
 from tests.kit.rows import each_row
 from tsqp.catalogue import PolicyEntry
@@ -45,6 +47,11 @@ def test_the_readme_is_short() -> None:
 def test_the_page_on_masks_is_what_the_classes_say() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     assert page == masks_page(), "stale: make docs"
+
+
+def test_the_page_on_models_is_what_was_recorded_of_the_table() -> None:
+    text = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert text == models_page.page(json.loads(models_page.RECORD.read_text())), "stale: make docs"
 
 
 @each_row("name", builtin_policies())

@@ -1,0 +1,200 @@
+"""Writes what is imported: a plain directory, tensor by tensor.
+
+It grows under a name of its own beside the directory that it becomes, a shard after the other. A
+run that was interrupted goes on behind the last whole shard, if the source is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protocol.errors import ModelError, SettingsError, shown
+from protocol.messages import FloatDtype
+from protocol.model.checkpoint import (
+    INDEX_FILE,
+    Shapes,
+    bytes_of,
+    explained,
+    file_places,
+    find_names,
+)
+from protocol.model.config import ModelConfig, read_config
+from protocol.tensors import short_name, torch_dtype
+from tsqp.extras import needing
+from tsqp.importing.header import header
+from tsqp.importing.sources import ADAPTER_FILE, Adapter, Directory, Source
+
+RECORD_FILE = "import.json"
+_GGUF_MAGIC = b"GGUF"
+_SHARD_BYTES = 2 * 1024**3
+_BLOCK_ELEMENTS = 4 * 1024**2
+# Tells how many bytes are written, of how many.
+Progress = Callable[[int, int], None]
+
+
+def open_source(path: Path, base: Path | None = None) -> Source:
+    """Return what reads a model. `base`: of an adapter. Raises ModelError, SettingsError."""
+    ModelError.unless(path.exists(), str(path), "nothing of this name", "a model to import")
+    if path.is_dir() and (path / ADAPTER_FILE).is_file():
+        if base is None:
+            raise SettingsError("--base", "none", "the model that the adapter was made for")
+        return Adapter(path, open_source(base))
+    SettingsError.unless(base is None, "--base", str(base), "none: SOURCE is no adapter")
+    if path.is_dir():
+        single = sorted(path.glob("*.gguf"))
+        if (path / "config.json").is_file() or len(single) != 1:
+            return Directory(path)
+        (path,) = single
+    with path.open("rb") as file:
+        start = file.read(4)
+    ModelError.unless(start == _GGUF_MAGIC, str(path), repr(start), "a GGUF file, or a directory")
+    with needing(str(path), "pip install 'tsqp[import]'"):
+        from tsqp.importing.gguf_file import Gguf
+    return Gguf(path)
+
+
+def import_model(
+    source: Source,
+    directory: Path,
+    dtype: FloatDtype | None = None,
+    progress: Progress = lambda _done, _total: None,
+) -> dict[str, Any]:
+    """Write a plain directory; return what is recorded of it.
+
+    `dtype`: of the tensors; None for the source's. One block of rows is in memory at a time.
+    Raises ModelError for tensors that the table does not explain, SettingsError for a directory
+    that is there, OSError.
+    """
+    SettingsError.unless(
+        not os.path.lexists(directory), "DIRECTORY", str(directory), "a name that is free"
+    )
+    draft = directory.with_name(f".{directory.name}.import")
+    element = source.dtype if dtype is None else torch_dtype(dtype)
+    settings = {**source.settings, "dtype": short_name(element)}
+    settings.pop("torch_dtype", None)
+    draft.mkdir(exist_ok=True)
+    _save(draft / "config.json", settings)
+    shapes = _wanted(source, read_config(draft))
+    record = _resumed(source, draft, settings)
+    total = sum(math.prod(shape) for shape in shapes.values()) * element.itemsize
+    done, shards = 0, _shards(shapes, element.itemsize)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(names, name)
+        size = sum(math.prod(shapes[one]) for one in names) * element.itemsize
+        if record["files"].get(name) is None or not (draft / name).is_file():
+            own = {one: shapes[one] for one in names}
+            told = partial(_tell, progress, done, total)
+            record["files"][name] = _write(source, draft / name, own, element, told)
+            _save(draft / RECORD_FILE, record)
+        done += size
+        progress(done, total)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _save(draft / INDEX_FILE, index)
+    source.copy_beside(draft)
+    draft.rename(directory)
+    return record
+
+
+def _tell(progress: Progress, before: int, total: int, written: int) -> None:
+    progress(before + written, total)
+
+
+def _wanted(source: Source, config: ModelConfig) -> Shapes:
+    """Return names and shapes of what is written, each compared with what the source has."""
+    prefix, head = find_names(lambda name: source.shape(name) is not None)
+    apart = config.model_copy(update={"tie_word_embeddings": False})
+    shapes = {place.name: place.shape for place in file_places(apart, prefix, head).values()}
+    if config.tie_word_embeddings and source.shape(head) is None:
+        del shapes[head]
+    for name, shape in shapes.items():
+        found = source.shape(name)
+        got = "no such tensor" if found is None else f"shape {list(found)}"
+        ModelError.unless(found == shape, shown(name), got, f"{list(shape)}")
+    where = source.files[0].parent
+    if left := explained(source.left(shapes), prefix, config, where):
+        got = f"what config.json does not explain, {len(left)} in all: {shown(', '.join(left[:3]))}"
+        raise ModelError(f"{where}: tensors", got, f"only those of a {config.architecture}")
+    return shapes
+
+
+def _shards(shapes: Shapes, itemsize: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * itemsize
+        if shards[-1] and size + own > _SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += own
+    return shards
+
+
+def _resumed(source: Source, draft: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record to go on with: of the same source, or a new one in an empty draft."""
+    top = Path(os.path.commonpath([path.parent for path in source.files]))
+    sources = {str(path.relative_to(top)): _digest(path) for path in source.files}
+    record: dict[str, Any] = {"sources": sources, "settings": settings, "files": {}}
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((draft / RECORD_FILE).read_text(encoding="utf-8"))
+    if any(found.get(key) != record[key] for key in ("sources", "settings")):
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        _save(draft / "config.json", settings)
+        found = record
+    return found
+
+
+def _save(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(
+    source: Source, path: Path, shapes: Shapes, dtype: torch.dtype, told: Callable[[int], None]
+) -> str:
+    """Write a shard under a name of its own first; return its SHA-256, in hex."""
+    written, draft = 0, path.with_suffix(".partial")
+    with draft.open("wb") as file:
+        digest = hashlib.sha256()
+
+        def put(content: bytes | memoryview) -> None:
+            file.write(content)
+            digest.update(content)
+
+        put(header(shapes, dtype)[0])
+        for name, shape in shapes.items():
+            high, wide = (shape[0] if shape else 1), math.prod(shape[1:])
+            step = max(1, _BLOCK_ELEMENTS // max(1, wide))
+            for first in range(0, high, step):
+                rows = slice(first, min(high, first + step))
+                found = source.rows(name, rows).to(dtype)
+                expected = (rows.stop - rows.start) * wide
+                finite = found.numel() == expected and bool(found.isfinite().all())
+                got, right = "NaN or infinity", f"weights that are finite in {short_name(dtype)}"
+                ModelError.unless(finite, shown(name), got, right)
+                put(bytes_of(found.contiguous()))
+                written += expected * dtype.itemsize
+                told(written)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    return digest.hexdigest()
