@@ -112,12 +112,20 @@ def test_every_tensor_must_be_there_with_its_shape(
     ],
 )
 def test_a_tensor_of_another_dtype_or_of_no_use_is_named(
-    saved_model: Models, tmp_path: Path, name: str, tensor: torch.Tensor, got: str | None
+    saved_model: Models,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    tensor: torch.Tensor,
+    got: str | None,
 ) -> None:
     shutil.copytree(saved_model("llama").directory, tmp_path, dirs_exist_ok=True)
     _change(tmp_path, lambda tensors: tensors.update({name: tensor}))
     if got is None:
+        caplog.clear()
         _open_and_check(tmp_path)
+        told = 0 if "inv_freq" in name else 1
+        assert [text.count(": 1 tensors are left out") for text in caplog.messages] == [1] * told
     else:
         assert _refusal(tmp_path, SINGLE_FILE, name).got == got
 

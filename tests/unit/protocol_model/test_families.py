@@ -232,6 +232,7 @@ def test_what_is_no_directory_is_told_and_what_helps(
         read_config(path.parent if path.suffix == ".json" else path)
     assert caught.value.got == got
     assert expected in caught.value.expected
+    # Before sizes that it does not have.
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3Model"]}')
     with pytest.raises(ModelError, match="got 'Qwen3Model', expected Qwen3ForCausalLM, whose"):
         read_config(tmp_path)

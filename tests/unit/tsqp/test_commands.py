@@ -201,3 +201,10 @@ def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
     assert "got 'rot13', expected one of " in str(run("masks", "rot13").exception)
     strange = create_model("Strange", __base__=Pad, table=(Path, Path("/x")))
     assert MaskEntry(strange).described()["options"][-1]["default"] == "/x"
+
+
+def test_a_model_may_be_in_a_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_directory("~/model") == tmp_path / "model"

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 from hypothesis import example, given
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ModelError, PromptError
@@ -28,6 +28,7 @@ from tee_side.runner import Runner, RunnerSettings
 from tee_side.serve.answers import TokenBytes
 from tests.kit.model import Models, token_ids
 from tests.kit.rows import each_row
+from tests.kit.sentencepiece import write_sentencepiece
 from tsqp.run.settings import model_directory
 
 CANARY = "canary-5309"
@@ -55,20 +56,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """Tokenizers by kind. Llama 2's has "▁" for a space, and puts one in front of a text."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "t", "h", "e", "c", "a", "é", "th", "the", "▁the"]
-    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    raw = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    raw.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    """Tokenizers by kind."""
     path = tmp_path_factory.mktemp("sentencepiece")
-    raw.save(str(path / "tokenizer.json"))
+    write_sentencepiece(path)
     return {"byte-level": Tokenizer(directory), "sentencepiece": Tokenizer(path)}
 
 
@@ -168,6 +158,11 @@ def test_what_a_template_may_do(
         ("tokenizer_config.json", b"{", "tokenizer_config.json"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "got Template"),
         ("tokenizer.json", None, "got no tokenizer.json"),
+        (
+            "tokenizer.json",
+            None,
+            r"no tokenizer\.json but tokenizer\.model, expected one, as tsqp imp",
+        ),
         ("tokenizer_config.json", b'{"pad_token": 5}', "pad_token: got 5"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {}}}', "decoder.x: got 'x'"),
         ("special_tokens_map.json", b'{"additional_special_tokens": true}', "tokens: got True"),
@@ -185,6 +180,8 @@ def test_a_file_that_is_missing_or_damaged_is_named(
         path.unlink()
     shutil.copy(directory / "tokenizer.json", tmp_path)
     (tmp_path / file).unlink(missing_ok=True)
+    if "but tokenizer" in said:
+        (tmp_path / "tokenizer.model").touch()
     if content is not None:
         (tmp_path / file).write_bytes(content)
     with pytest.raises(ModelError, match=said) as caught:

@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tee_side.attest.statement import Receipt, verify_receipt
 from tee_side.engine.request import Logprob
+from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.exchange import Serving
 from tee_side.serve.identity import ReceiptChain
 from tests.kit.rows import each_row
+from tests.kit.sentencepiece import write_sentencepiece
 from tests.kit.serve import (
     GONE,
     SAID,
@@ -115,6 +118,20 @@ def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     assert {choice["finish_reason"] for choice in whole} == {
         "length" if "max_tokens" in body else "stop"
     }
+
+
+def test_a_continuation_keeps_the_space_of_its_first_word(tmp_path: Path) -> None:
+    """Whole, streamed and echoed, of a tokenizer that drops the space in front of a text."""
+    write_sentencepiece(tmp_path)
+    other = model(tokenizer=Tokenizer(tmp_path))
+    word, more = other.tokenizer.encode("the a")[0], other.tokenizer.encode("the a")[1:]
+    for echo, said in ((False, " a"), (True, "the a")):
+        for stream in (False, True):
+            offered = serving(FakeEngine(says=more), model=other)
+            body = {"prompt": [word], "echo": echo, "stream": stream}
+            reply = call(offered, "POST", "/v1/completions", body)
+            found = _joined(reply) if stream else reply.json()["choices"]
+            assert [choice["text"] for choice in found] == [said]
 
 
 def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:
