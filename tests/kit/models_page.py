@@ -96,9 +96,9 @@ disk.
     tsqp import SmolLM2-135M-Instruct.Q4_1.gguf model
 
 GGUF files are read of llama.cpp's architectures {gguf} (Mistral's are `llama`, OLMo 3's `olmo2`).
-Metadata that are not known are refused. What such a file does not say is what llama.cpp takes for
-granted: Gemma's scale of scores, every how manyth layer has no window or no RoPE, and that Mistral
-7B v0.1 has no window.
+Metadata that are not known are refused. What such a file does not say is as llama.cpp has it:
+Gemma's scale of scores, every how manyth layer has no window or no RoPE, and no window for Mistral
+7B v0.1, which was trained with one of 4,096 tokens.
 
 What stands in files besides and is no part of the model is left out, and said once: layers that
 predict several tokens ahead, scales of a cache in fp8. A key of `config.json` that changes another
