@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import ModelError, describe, shown
+from protocol.model.at_rest import PinnedFile
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
 from protocol.model.files import read_json
 from tsqp.extras import needing
@@ -24,19 +25,8 @@ from tsqp.importing.quantised import METHODS, Few, Method
 
 # Other forms of a tokenizer, which transformers turns into tokenizer.json.
 TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
-# What stands beside the weights and is copied as it is.
-BESIDE = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "modules.json",
-    "config_sentence_transformers.json",
-    "1_Pooling/config.json",
-)
+# What a run reads beside config.json and the weights: copied as it is.
+BESIDE: tuple[str, ...] = get_args(PinnedFile)[1:]
 ADAPTER_FILE = "adapter_config.json"
 _PAIR = r"(base_model\.model\.|)(.+)\.lora_([AB])\.weight"
 # Of an adapter: keys whose other values change what is merged, or what it is merged into.
