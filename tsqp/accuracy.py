@@ -168,6 +168,7 @@ def measure(
     model has not, and ActivationRangeError for activations that are not finite.
     """
     config, checkpoint = Checkpoint.open(model)
+    ModelError.unless(config.generates, str(model), "a model without an LM head", "one with it")
     checkpoint.require(light_tensors(config) | linear_tensors(config))
     checkpoint.refuse_extra(config)
     if chunks is None:

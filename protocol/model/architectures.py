@@ -141,21 +141,24 @@ class Architecture:
 
 # Families of which a part of each head turns.
 _PARTIAL = frozenset({"partial_rotary_factor"})
-
-
-def _llama3(theta: float, factor: float) -> dict[str, Any]:
-    """RoPE of files that say nothing of it."""
-    scaling = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0}
-    return scaling | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def _ministral3_rope() -> dict[str, Any]:
-    """As `_llama3`."""
-    scaling = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0}
-    scaling |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    return scaling | {"original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1}
-
-
+# RoPE of files that say nothing of it.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 16_384,
+}
 LLAMA = Architecture(biases=_ATTENTION | _MLP)
 _MISTRAL = Architecture(windows="all", defaults={"sliding_window": 4096})
 _QWEN2 = Architecture(
@@ -238,7 +241,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Ministral3ForCausalLM": replace(
         _MISTRAL,
         rope_keys=frozenset({"llama_4_scaling_beta"}),
-        defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _ministral3_rope()},
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": _YARN},
     ),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": replace(
@@ -362,7 +365,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "CwmForCausalLM": Architecture(
         windows="listed",
         defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192}
-        | {"rope_theta": 1e6, "rope_parameters": _llama3(1e6, 16.0)},
+        | {"rope_theta": 1e6, "rope_parameters": _LLAMA3 | {"factor": 16.0}},
     ),
     "ArceeForCausalLM": Architecture(
         modules=_UNGATED,
@@ -374,7 +377,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules=_UNGATED,
         biases=_ATTENTION,
         defaults={"rms_norm_eps": 1e-5, "hidden_act": "xielu"}
-        | {"rope_theta": 1.2e7, "rope_parameters": _llama3(1.2e7, 8.0)},
+        | {"rope_theta": 1.2e7, "rope_parameters": _LLAMA3 | {"factor": 8.0}},
     ),
 }
 

@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 _BUFFER = re.compile(r"rotary_emb\.inv_freq$")
 _UNUSED = re.compile(r"\.self_attn\.(?:[qkv]|kv)_(?:proj\.(?:output|[qkv])_)?scale$")
 _DTYPES = ("F32", "F16", "BF16")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _PICKLE_MAGICS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 TORCH_DTYPES = {
     "F16": torch.float16,
@@ -333,7 +333,7 @@ class Checkpoint:
             found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
             where = directory
             got = f"no weights among {len(found)} files"
-            if pickled := [name for name in found if name.endswith(_PICKLE_SUFFIXES)]:
+            if pickled := [name for name in found if name.endswith(PICKLE_SUFFIXES)]:
                 where = directory / shown(pickled[0])
                 got = "pickled weights, which can run code when they are loaded"
             raise ModelError(str(where), got=got, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
@@ -358,7 +358,8 @@ class Checkpoint:
         checkpoint = cls(directory, manifest, config)
         if config.tie_word_embeddings and checkpoint.has_own_head():
             config = config.model_copy(update={"tie_word_embeddings": False})
-        elif not config.tie_word_embeddings and checkpoint.is_headless():
+        elif not config.tie_word_embeddings and not checkpoint.has_head():
+            # An embedding model, as sentence-transformers saves it.
             config = config.model_copy(update={"tie_word_embeddings": True, "generates": False})
         return config, checkpoint
 
@@ -395,10 +396,9 @@ class Checkpoint:
         both = zip(self._read(LM_HEAD, rows), self._read(EMBEDDING, rows), strict=False)
         return any(not bool((a == b).all()) for (_, a), (_, b) in both)
 
-    def is_headless(self) -> bool:
-        """Say whether these are files of a model that gives vectors alone: without an LM head."""
-        there = self._named(LM_HEAD) in self._found.keys() | self._missing.keys()
-        return not self._prefix and not there
+    def has_head(self) -> bool:
+        """Say whether files of a whole model, with a prefix, are these, or an LM head is there."""
+        return bool(self._prefix) or self._named(LM_HEAD) in self._found.keys() | self._missing
 
     def require(self, tensors: Shapes) -> None:
         """Check that these tensors are there with these shapes, as floats, as in the manifest.

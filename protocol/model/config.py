@@ -299,7 +299,7 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     """
     path = find_file(directory, "config.json", manifest) if directory.is_dir() else None
     if path is None:
-        raise ModelError(str(directory), *_what_it_is(directory))
+        raise ModelError(str(directory), *what_it_is(directory))
     name, raw = _settings(read_json(path, manifest), path)
     table = ARCHITECTURES[name]
     file = validate_known(_ConfigFile, raw, str(path))
@@ -337,7 +337,7 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
     return validate_file(ModelConfig, fields, str(path))
 
 
-def _what_it_is(path: Path) -> tuple[str, str]:
+def what_it_is(path: Path) -> tuple[str, str]:
     """Say what a path is that is no model directory, and which command makes one of it."""
     plain = "a Hugging Face directory with config.json"
     if path.is_dir():

@@ -299,7 +299,7 @@ def _wanted(
     spare = step_tokens - len(decode)
     for sequence in decode:
         most = min(speculative_tokens, spare, sequence.new_tokens_left - 1)
-        most = min(most, sequence.cache.drafts_alike())
+        most = sequence.cache.drafts_alike(most)
         drafts: tuple[int, ...] = ()
         if sequence.drafts is not None and most > 0 and budget.plenty(1 + most):
             drafts = tuple(sequence.drafts.propose(most))

@@ -147,12 +147,12 @@ class KVCache:
             self.lose()
             self.losses -= 1  # no service's
 
-    def drafts_alike(self) -> int:
+    def drafts_alike(self, most: int) -> int:
         """Return how many drafts may stand behind its tokens, and RoPE is as without them."""
         span = self.rope_span
         if span is None or (self._anew and self._tokens > span):
-            span = self.capacity
-        return max(0, span - self._tokens)
+            return most
+        return min(most, max(0, span - self._tokens))
 
     def lose(self) -> None:
         """Begin anew: a service has lost keys and values, and all tokens are computed again."""

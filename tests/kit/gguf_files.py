@@ -161,8 +161,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def write(path: Path, directory: Path, kind: str, *, few: str = "") -> None:
-    """Write a model of one shard. `few`: modules in eight bits, by a part of their names."""
+def write(path: Path, directory: Path, kind: str, *, few: str = "", pre: str = "smollm") -> None:
+    """Write a model of one shard. `few`: modules in eight bits, by a part of their names.
+
+    `pre`: how texts are cut before bytes are merged.
+    """
     k, c = KINDS[kind], _read(directory)
     writer = gguf.GGUFWriter(path, k.arch)
     values = {key: _VALUES[key](c) for key in k.keys} | {key: of(c) for key, of in k.more}
@@ -171,7 +174,7 @@ def write(path: Path, directory: Path, kind: str, *, few: str = "") -> None:
     for key, value in values.items():
         if value is not None:
             kinds[type(value)](f"{k.arch}.{key}", value)
-    add_tokenizer(writer, c.vocab_size)
+    add_tokenizer(writer, c.vocab_size, pre)
     for name, tensor in (*_stored(load_file(directory / "model.safetensors"), k, c), *_factors(c)):
         data = tensor.float().contiguous().numpy()
         q8 = gguf.GGMLQuantizationType.Q8_0
@@ -210,14 +213,14 @@ def _factors(c: Config) -> Tensors:
         yield f"rope_factors_{which}.weight", torch.tensor(c.rope[f"{which}_factor"])
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> None:
     """A small one of bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(code) for code in shown] + [chr(256 + n) for n in range(256 - len(shown))]
-    tokens = ["<s>", "</s>", "<|im_end|>", *letters, "th", "the", "Ġthe", "12"]
+    tokens = ["<s>", "</s>", "<|im_end|>", *letters, "th", "the", "Ġthe", "12", "ab"]
     tokens += [f"<{n}>" for n in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, *[1] * (size - 3)])
     writer.add_token_merges(["t h", "th e", "Ġ the", "1 2"])

@@ -82,27 +82,36 @@ refused. Mixtures of experts, state-space layers and latent attention do not run
 
 ## Files
 
-A directory needs `config.json`, safetensors with floats, and `tokenizer.json`. `tsqp import SOURCE
-DIRECTORY` makes one of a GGUF file; of weights in fp8 (blocks or not), compressed-tensors (int8,
-fp8, packed words of any bits, MXFP4), AWQ or GPTQ (both versions, any order); and of an adapter
-(LoRA) with `--base`. It reads and writes a block at a time, goes on after an interruption, and
-records digests of what it read and wrote in `import.json`. `tsqp pull ORG/NAME[@REVISION]
-DIRECTORY` gets one from a hub: settings, tokenizer and safetensors, each compared with what the hub
-says of the commit, with a manifest where no import has to follow. Both run where you trust the
-disk.
+A run reads `config.json`, safetensors with floats, and, for text, `tokenizer.json`. Two commands
+make such a directory, on a machine that you trust (`pip install 'tsqp[import]'`):
 
-    pip install 'tsqp[import]'
-    tsqp pull HuggingFaceTB/SmolLM2-135M-Instruct model
-    tsqp import SmolLM2-135M-Instruct.Q4_1.gguf model
+    tsqp pull HuggingFaceTB/SmolLM2-135M-Instruct smollm2
+    tsqp import SmolLM2-135M-Instruct.Q4_1.gguf smollm2-q4
+
+`tsqp pull ORG/NAME[@REVISION] DIRECTORY` gets a model from a hub: settings, tokenizer and
+safetensors, no code. It compares each file with what the hub says of the commit, writes that to
+`pull.json`, and pins the directory in `manifest.json`. HF_ENDPOINT names another hub, HF_TOKEN is
+for models that need one.
+
+`tsqp import SOURCE DIRECTORY` turns quantised weights into floats again: a GGUF file; a directory
+with fp8 (blocks or not), compressed-tensors (int8, fp8, packed words of any bits, MXFP4), AWQ or
+GPTQ (both versions, any order); or an adapter (LoRA) with `--base`, whose own tokenizer and
+template count where it has them. `import.json` says what was read and written, with digests; no run
+reads it: pin the result with `tsqp manifest`. The disk needs room for both, bfloat16 taking two
+bytes a weight.
+
+Both work in a folder beside DIRECTORY (`.DIRECTORY.pull`, `.DIRECTORY.import`) until all is there;
+the same command goes on with what an interrupted one left. A tokenizer in another form
+(`tokenizer.model`, `tekken.json`) becomes `tokenizer.json`.
 
 GGUF files are read of llama.cpp's architectures {gguf} (Mistral's are `llama`, OLMo 3's `olmo2`).
-Metadata that are not known are refused. What such a file does not say is as llama.cpp has it:
-Gemma's scale of scores, every how manyth layer has no window or no RoPE, and no window for Mistral
-7B v0.1, which was trained with one of 4,096 tokens.
+Keys of the architecture and ways to cut texts that are not known are refused. What such a file does
+not say is as llama.cpp has it: the scale of Gemma's scores, how often a layer has no window or no
+RoPE, and no window for Mistral 7B v0.1, which was trained with one of 4,096 tokens.
 
-What stands in files besides and is no part of the model is left out, and said once: layers that
-predict several tokens ahead, scales of a cache in fp8. A key of `config.json` that changes another
-architecture's numbers is refused by its name.
+Tensors that are no part of the model are skipped, and logged once: layers that predict several
+tokens ahead, scales of a cache in fp8. A key of `config.json` that changes another architecture's
+numbers is refused by its name.
 
 ## Known differences
 

@@ -122,26 +122,32 @@ def accuracy(
     help="The model that an adapter was made for.",
 )
 @click.option(
-    "--dtype",
+    "--weights-dtype",
+    "dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the weights; default: SOURCE's, bfloat16 where it has few bits.",
+    allow_from_autoenv=False,
+    help="What to write; default: SOURCE's, bfloat16 where it is quantised.",
 )
 @config_option
 def import_(*, source: Path, directory: Path, base: Path | None, dtype: FloatDtype | None) -> None:
     """Make a plain model DIRECTORY of SOURCE, as it was published, where you trust the disk.
 
-    SOURCE is a GGUF file, a directory with weights in few bits (fp8, compressed-tensors, AWQ, GPTQ,
-    MXFP4) or an adapter (LoRA) for --base. Weights become floats again, a block at a time. What is
-    read and written is recorded in DIRECTORY/import.json. A run that was interrupted goes on where
-    it was, if it is made again.
+    SOURCE is a GGUF file, a directory with quantised weights (fp8, compressed-tensors, AWQ, GPTQ)
+    or an adapter (LoRA) for --base, whose tokenizer counts where it has one. Weights become floats
+    again, a block at a time, beside DIRECTORY in .DIRECTORY.import until all are there; the same
+    command goes on with what an interrupted one left. DIRECTORY/import.json says what was read and
+    written. tsqp manifest pins the result.
     """
-    from tsqp.importing.plain import import_model, open_source
+    from tsqp.importing.plain import as_its_library_writes_it, import_model, open_source
 
-    opened = open_source(source, base)
-    with _progress(f"import {source.name}") as show:
+    source, directory = source.expanduser(), directory.expanduser()
+    there = directory.parent.is_dir()
+    SettingsError.unless(there, str(directory), "no such directory", "one to write into")
+    with as_its_library_writes_it(source), _progress(f"import {source.name}") as show:
+        opened = open_source(source, None if base is None else base.expanduser())
         record = import_model(opened, directory, dtype, show)
-    shards = f"{len(record['files'])} files of weights"
-    click.echo(f"{directory}: {shards}, {record['settings']['dtype']}")
+    shards = f"{record['settings']['dtype']} weights, shards: {len(record['files'])}"
+    click.echo(f"{directory}: {shards}")
 
 
 @click.command(context_settings=CONTEXT)
@@ -152,18 +158,18 @@ def pull(*, name: str, directory: Path) -> None:
     """Get a model from a hub into DIRECTORY, with a manifest, where you trust the disk.
 
     Only settings, tokenizer and safetensors: no code, no pickles. HF_ENDPOINT names another hub
-    than huggingface.co, HF_TOKEN is for models that need one. Weights in few bits have to go
-    through tsqp import behind it.
+    than huggingface.co, HF_TOKEN is for models that need one. Until all is there, the files are
+    beside DIRECTORY, in .DIRECTORY.pull. Run tsqp import next where weights are quantised.
     """
     from tsqp.importing.pull import pull as run
-    from tsqp.importing.sources import is_quantised
+    from tsqp.importing.sources import settings_of
     from tsqp.model_at_rest import MANIFEST_FILE, make_manifest
 
     with _progress(f"pull {name}") as show:
         commit = run(name, directory, show)
     click.echo(f"{directory}: commit {commit}")
-    if is_quantised(directory):
-        click.echo(f"its weights are in few bits: tsqp import {directory} ANOTHER comes next")
+    if settings_of(directory)[1]:
+        click.echo(f"its weights are quantised: run tsqp import {directory} ANOTHER")
         return
     with _progress("reading") as show:
         content = make_manifest(directory, show).to_bytes()
@@ -199,6 +205,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
     manifest on it: keep the printed digest where it cannot, and give it to tee-runner
     --manifest-digest.
     """
+    from protocol.model.config import read_config
     from tsqp.model_at_rest import MANIFEST_FILE, make_manifest
 
     directory = model_directory(model)
@@ -208,6 +215,7 @@ def manifest(*, model: str, output: Path | None, also: tuple[Path, ...], force: 
         "none",
         "a file: the demo model's directory is the program's",
     )
+    read_config(directory)
     path = directory / MANIFEST_FILE if output is None else output
     _require_place(path, force=force)
     with _progress("reading") as show:

@@ -24,6 +24,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from protocol.errors import ModelError, describe, shown
 from protocol.model.architectures import ARCHITECTURES, Architecture
+from tsqp.importing.sources import write_json
 
 # Architectures of llama.cpp, and which of ours they are.
 NAMES = {
@@ -116,6 +117,9 @@ _PATTERNS = {
     "tekken": _CASES,
     "gpt-4o": _CASES_O,
 }
+# Those that llama.cpp puts BOS in front of unless a file says otherwise, and that take a word that
+# the vocabulary has whole, whatever merges would make of it.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "tekken")
 _CONTROL = 3
 # Control tokens that end a turn, whatever a file calls its end of text.
 _ENDS = re.compile(r"<\|(?:eot_id|eom_id|im_end|end|end_of_turn)\|>|<end_of_turn>")
@@ -142,22 +146,26 @@ class Gguf:
             self._reader = _Bounded(path)
             fields = self._reader.fields
             self._said = {key: field.contents() for key, field in fields.items()}
+            parts = int(self._said.get("split.count", 0))
+            blocks = int(self._said.get(f"{self._said['general.architecture']}.block_count", 0))
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        expected = "a whole file: llama-gguf-split --merge makes one"
-        whole = int(self._said.get("split.count", 0)) < 2
-        ModelError.unless(whole, str(path), "a part of a model", expected)
+        ModelError.unless(
+            parts < 2, str(path), "a part of a model", "a whole file: llama-gguf-split --merge"
+        )
         self._check_places(path.stat().st_size)
         self._arch = str(self._said.get("general.architecture"))
-        known = self._arch in NAMES
-        expected = f"one of {', '.join(NAMES)}"
-        ModelError.unless(known, f"{path}: general.architecture", shown(self._arch), expected)
+        ModelError.unless(
+            self._arch in NAMES,
+            f"{path}: general.architecture",
+            shown(self._arch),
+            f"one of {', '.join(NAMES)}",
+        )
         self._name = NAMES[self._arch]
         if self._arch == "olmo2" and f"olmo2.{_PATTERN_KEY}" in self._said:
             self._name = "Olmo3ForCausalLM"
         self._table: Architecture = ARCHITECTURES[self._name]
         self._check_tokenizer()
         kinds = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
-        blocks = int(self._own("block_count"))
         self._names = gguf.get_tensor_name_map(kinds[self._arch], min(blocks, len(self._tensors)))
 
     def _check_places(self, size: int) -> None:
@@ -229,7 +237,7 @@ class Gguf:
             "model_type": getattr(transformers, self._name).config_class.model_type,
             table.activation: table.defaults.get(table.activation, "silu"),
             table.norm_eps: eps,
-            "vocab_size": int(self._reader_shape("token_embd.weight")[0]),
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             **biased,
             **found,
@@ -278,12 +286,6 @@ class Gguf:
         stem, _, kind = name.rpartition(".")
         return f"{self._names.get_name(stem)}.{kind}"
 
-    def _reader_shape(self, stored: str) -> tuple[int, ...]:
-        ModelError.unless(
-            stored in self._tensors, f"{self.path}: {shown(stored)}", "no such tensor", "one"
-        )
-        return tuple(int(n) for n in reversed(self._tensors[stored].shape))
-
     def left(self, wanted: Iterable[str]) -> list[str]:
         """See `Source.left`."""
         read = {_FACTORS, _LONG, _SHORT, *map(self._stored, wanted)}
@@ -291,8 +293,8 @@ class Gguf:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See `Source.shape`."""
-        stored = self._stored(name)
-        return self._reader_shape(stored) if stored in self._tensors else None
+        found = self._tensors.get(self._stored(name))
+        return None if found is None else tuple(int(n) for n in reversed(found.shape))
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
         """See `Source.rows`."""
@@ -340,12 +342,15 @@ class Gguf:
 
     def copy_beside(self, directory: Path) -> None:
         """See `Source.copy_beside`."""
-        tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(
-            self.path.parent, gguf_file=self.path.name
-        )
         pre = self._said.get("tokenizer.ggml.pre")
+        more: Any = {"add_bos_token": True} if pre in _WHOLE_WORDS else {}
+        tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(
+            self.path.parent,
+            gguf_file=self.path.name,
+            **more,
+        )
+        raw, words = tokenizer.backend_tokenizer, pre_tokenizers.ByteLevel
         if self._said.get("tokenizer.ggml.model") == "gpt2" and pre is not None:
-            raw, words = tokenizer.backend_tokenizer, pre_tokenizers.ByteLevel
             if pre in _PATTERNS:
                 split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated")
                 cut = [split, words(add_prefix_space=False, use_regex=False)]
@@ -354,6 +359,10 @@ class Gguf:
                 digits = [pre_tokenizers.Digits(individual_digits=True)] * (pre in _DIGITS)
                 cut = [*digits, words(add_prefix_space=False)]
             raw.pre_tokenizer = pre_tokenizers.Sequence(cut)
+            raw.model.ignore_merges = pre in _WHOLE_WORDS
         tokenizer.save_pretrained(directory)
-        ends = json.dumps({"eos_token_id": self._ends()}, indent=2)
-        (directory / "generation_config.json").write_text(ends + "\n", encoding="utf-8")
+        # A class of the library may have added tokens that the model does not know.
+        content, size = json.loads(raw.to_str()), len(self._said["tokenizer.ggml.tokens"])
+        content["added_tokens"] = [one for one in content["added_tokens"] if one["id"] < size]
+        write_json(directory / "tokenizer.json", content)
+        write_json(directory / "generation_config.json", {"eos_token_id": self._ends()})

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+from protocol.model.checkpoint import TORCH_DTYPES
+
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, int]:

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import ModelError, SettingsError, shown
-from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+from protocol.model.checkpoint import (
+    INDEX_FILE,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+    read_weight_map,
+)
 from tsqp.extras import needing
-from tsqp.importing.sources import BESIDE, TOKENIZERS
+from tsqp.importing.sources import BESIDE, TOKENIZERS, checked_config, settings_of
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOLDER = ".cache"
 RECORD_FILE = "pull.json"
 
@@ -64,6 +68,8 @@ def pull(
         if INDEX_FILE in files and SINGLE_FILE not in files:
             get(INDEX_FILE)
         wanted = _wanted(files, draft, where)
+        get("config.json")
+        checked_config(settings_of(draft)[0], where)  # before what takes long
         total, done = sum(files[file].size or 0 for file in wanted), 0
         for file in wanted:
             get(file)
@@ -101,7 +107,7 @@ def _wanted(files: Mapping[str, Any], draft: Path, where: str) -> list[str]:
         absent = [name for name in weights if name not in files]
         ModelError.unless(not absent, f"{where}: {shown(str(absent[:1]))}", "no such file", "one")
     if not weights or "config.json" not in files:
-        pickled = any(name.endswith(_PICKLES) for name in files)
+        pickled = any(name.endswith(PICKLE_SUFFIXES) for name in files)
         got = "pickles, which can run code when they are loaded" if pickled else "no safetensors"
         raise ModelError(where, got, "config.json and safetensors")
     beside = [*BESIDE, *(() if "tokenizer.json" in files else TOKENIZERS)]

@@ -78,8 +78,7 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     begin = bits * torch.arange(count)
     wide, word = words.long() & 0xFFFF_FFFF, begin // 32
     both = wide[:, (word + 1).clamp(max=wide.shape[1] - 1)] << 32 | wide[:, word]
-    found: Tensor = both >> begin % 32 & 2**bits - 1
-    return found
+    return torch.bitwise_and(both >> begin % 32, 2**bits - 1)
 
 
 def _words(count: int, bits: int) -> int:
@@ -124,8 +123,7 @@ def _scaled(few: Few, rows: slice) -> Tensor:
     if few.has("weight_zero_point"):
         zero = few.part("weight_zero_point").float()
         found -= _spread(few, "weight_zero_point", zero, rows, (high, wide))
-    weight: Tensor = found * _spread(few, part, few.part(part).float(), rows, (high, wide))
-    return weight
+    return torch.mul(found, _spread(few, part, few.part(part).float(), rows, (high, wide)))
 
 
 def _packed(few: Few, rows: slice) -> Tensor:
@@ -142,8 +140,7 @@ def _packed(few: Few, rows: slice) -> Tensor:
         few.require("weight_zero_point", words.shape[1:], (_words(high, few.bits),))
         zero = unpacked(words, few.bits, high).t().float() - half
         found -= _spread(few, "weight_zero_point", zero, rows, size, at_I)
-    weight: Tensor = found * _spread(few, "weight_scale", scale, rows, size, at_I)
-    return weight
+    return torch.mul(found, _spread(few, "weight_scale", scale, rows, size, at_I))
 
 
 def _packed_size(few: Few) -> tuple[int, int]:
@@ -199,8 +196,7 @@ def _grouped(few: Few, rows: slice, found: Tensor, zero: Tensor, at_I: Tensor | 
     size = rows.stop - rows.start, found.shape[1]
     every, scale = slice(0, size[0]), few.part("scales", columns=rows).t().float()
     found = found - _spread(few, "qzeros", zero, every, size, at_I)
-    weight: Tensor = found * _spread(few, "scales", scale, every, size, at_I)
-    return weight
+    return torch.mul(found, _spread(few, "scales", scale, every, size, at_I))
 
 
 def _words_size(few: Few) -> tuple[int, int]:
@@ -245,7 +241,9 @@ METHODS: Mapping[str, Method] = {
             lambda few, rows: (_awq if _is_awq(few) else _gptq)(few, rows),
             ("qzeros", "scales", "g_idx"),
         ),
-        Method("weight_scale_inv", lambda few: few.shape_of("weight"), _scaled, ("weight", *_ZERO)),
-        Method("weight_scale", lambda few: few.shape_of("weight"), _scaled, ("weight", *_ZERO)),
+        *(
+            Method(mark, lambda few: few.shape_of("weight"), _scaled, ("weight", *_ZERO))
+            for mark in ("weight_scale_inv", "weight_scale")
+        ),
     )
 }

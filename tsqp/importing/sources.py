@@ -6,11 +6,13 @@ or an adapter (LoRA) with the directory of its base.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, get_args
 
 import torch
@@ -19,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from protocol.errors import ModelError, describe, shown
 from protocol.model.at_rest import PinnedFile
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+from protocol.model.config import ModelConfig, read_config
 from protocol.model.files import read_json
 from tsqp.extras import needing
 from tsqp.importing.quantised import METHODS, Few, Method
@@ -29,21 +32,28 @@ TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 BESIDE: tuple[str, ...] = get_args(PinnedFile)[1:]
 ADAPTER_FILE = "adapter_config.json"
 _PAIR = r"(base_model\.model\.|)(.+)\.lora_([AB])\.weight"
-# Of an adapter: keys whose other values change what is merged, or what it is merged into.
+# Of an adapter: what is read, or says nothing of numbers; values of others that change nothing.
+_READ = (
+    *(
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "lora_dropout",
+        "task_type",
+    ),
+    *("auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "target_modules"),
+    *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "peft_version"),
+    *("qalora_group_size", "runtime_config"),
+)
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
-    **dict.fromkeys(
-        (
-            *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out"),
-            *("modules_to_save", "trainable_token_indices", "target_parameters"),
-            *("layer_replication", "alora_invocation_tokens", "corda_config", "arrow_config"),
-        ),
-        _NOTHING,
-    ),
 }
+_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
 
 class Source(Protocol):
@@ -76,7 +86,7 @@ class Source(Protocol):
 
 def _open(path: Path) -> Any:
     """Open safetensors. Raises ModelError."""
-    ModelError.unless(path.is_file(), str(path), "no such file", "safetensors")
+    ModelError.unless(path.is_file(), str(path), "no such file", "safetensors, no pickles")
     expected = "a complete safetensors file"
     with ModelError.instead_of(SafetensorError, str(path), "a damaged file", expected):
         return safe_open(path, "pt")
@@ -90,13 +100,11 @@ _FLOATS = {
 }
 
 
-def is_quantised(path: Path) -> bool:
-    """Say whether a directory's weights are in few bits. Raises ModelError."""
-    return bool(_settings(path)[1])
+def settings_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what config.json says, and apart from it what it says of quantised weights.
 
-
-def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what config.json says, and apart from it what it says of few bits."""
+    Raises ModelError.
+    """
     raw = read_json(path / "config.json")
     found: Any = None
     for settings in (raw.get("text_config"), raw):
@@ -107,6 +115,34 @@ def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return raw, found or {}
 
 
+def checked_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read a configuration that is no file yet. Raises ModelError that names `where`."""
+    with TemporaryDirectory() as folder:
+        write_json(Path(folder) / "config.json", settings)
+        try:
+            return read_config(Path(folder))
+        except ModelError as error:
+            place = error.where.replace(folder, where)
+            raise ModelError(place, error.got, error.expected) from None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of a directory."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _copy(source: Path, directory: Path) -> None:
+    """Copy what stands beside weights."""
+    for path in _beside(source):
+        target = directory / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+def _beside(source: Path, names: Iterable[str] = BESIDE) -> tuple[Path, ...]:
+    return tuple(source / name for name in names if (source / name).is_file())
+
+
 class Directory:
     """Safetensors with config.json; weights in few bits are read as the floats they stand for.
 
@@ -115,7 +151,7 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.settings, self._quantised = _settings(path)
+        self.settings, self._quantised = settings_of(path)
         index = path / INDEX_FILE
         shards = {path / SINGLE_FILE}  # which counts where both are there
         if not (path / SINGLE_FILE).exists() and index.exists():
@@ -129,15 +165,13 @@ class Directory:
                 part = file.get_slice(name)
                 self._file[name], self._dtypes[name] = shard, part.get_dtype()
                 self._shapes[name] = tuple(part.get_shape())
-        self.files = (path / "config.json", *sorted(shards), *self._beside())
-
-    def _beside(self, names: Iterable[str] = BESIDE) -> tuple[Path, ...]:
-        return tuple(self.path / name for name in names if (self.path / name).is_file())
+        self.files = (path / "config.json", *sorted(shards), *_beside(path))
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Bfloat16 where weights are in few bits, else that of the first of them."""
-        return torch.bfloat16 if self._few else _FLOATS[next(iter(self._dtypes.values()))]
+        """Bfloat16 where weights are quantised, else that of the first of them."""
+        stored = next(filter(_FLOATS.__contains__, self._dtypes.values()), "BF16")
+        return torch.bfloat16 if self._few else _FLOATS[stored]
 
     @cached_property
     def _few(self) -> dict[str, tuple[Few, Method]]:
@@ -146,6 +180,11 @@ class Directory:
         groups = [
             one.get("weights") or {} for one in (settings.get("config_groups") or {}).values()
         ]
+        method = settings.get("quant_method")
+        expected = f"one of {', '.join(_METHODS)}, of all weights alike"
+        ModelError.unless(not settings or method in _METHODS, where, describe(method), expected)
+        other = [key for key in ("transform_config", "sparsity_config") if settings.get(key)]
+        ModelError.unless(not other, where, "".join(other[:1]), "scales of weights alone")
         layouts = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
         kinds = {tuple(str(one.get(key)) for key in layouts) for one in groups}
         ModelError.unless(len(kinds) < 2, where, "groups of several kinds", "one kind of weights")
@@ -160,17 +199,12 @@ class Directory:
         found: dict[str, tuple[Few, Method]] = {}
         # Packed weights have scales, too: the first mark counts.
         for mark, name in ((mark, name) for mark in METHODS for name in self._shapes):
-            stem, method = name.removesuffix(f".{mark}"), METHODS[mark]
+            stem = name.removesuffix(f".{mark}")
             if stem != name and f"{stem}.weight" not in found:
                 kept = tuple(block) if block else None
                 few = Few(stem, self._read, self._shapes, bits, kept, less_one=not two)
-                found[f"{stem}.weight"] = few, method
-        ModelError.unless(
-            not settings or bool(found),
-            where,
-            describe(settings.get("quant_method")),
-            "fp8, compressed-tensors, awq or gptq, with its tensors",
-        )
+                found[f"{stem}.weight"] = few, METHODS[mark]
+        ModelError.unless(not settings or found, where, describe(method), "its tensors, too")
         return found
 
     def left(self, wanted: Iterable[str]) -> list[str]:
@@ -206,16 +240,14 @@ class Directory:
 
     def copy_beside(self, directory: Path) -> None:
         """See `Source.copy_beside`; a tokenizer of another form is turned into tokenizer.json."""
-        for path in self._beside():
-            target = directory / path.relative_to(self.path)
-            target.parent.mkdir(exist_ok=True)
-            target.write_bytes(path.read_bytes())
-        others = self._beside(TOKENIZERS)
+        _copy(self.path, directory)
+        others = _beside(self.path, TOKENIZERS)
         if others and not (directory / "tokenizer.json").exists():
-            with needing(str(others[0]), "pip install 'tsqp[import]' sentencepiece"):
+            with needing(str(others[0]), "pip install 'tsqp[import]'"):
+                import sentencepiece  # noqa: F401 - without it transformers takes another library
                 from transformers import AutoTokenizer
-
-                AutoTokenizer.from_pretrained(self.path).save_pretrained(directory)
+            read = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            read.save_pretrained(directory)
 
 
 class Adapter:
@@ -227,14 +259,14 @@ class Adapter:
     def __init__(self, path: Path, base: Source) -> None:
         self.base, self.settings, self.dtype = base, base.settings, base.dtype
         where, given = path / ADAPTER_FILE, read_json(path / ADAPTER_FILE)
-        # What else there is changes the base, or what is added to it.
-        for key, fine in _NEUTRAL.items():
-            got = given.get(key, fine[0])
+        # What else there is may change the base, or what is added to it.
+        for key in given.keys() - set(_READ):
+            got, fine = given[key], _NEUTRAL.get(key, _NOTHING)
             ModelError.unless(got in fine, f"{where}: {key}", describe(got), f"one of {fine}")
         self._given = given
         weights = path / "adapter_model.safetensors"
         self._file = _open(weights)
-        self.files = (*base.files, where, weights)
+        self.path, self.files = path, (*base.files, where, weights, *_beside(path))
         # Where the file has each pair, by the weight that it changes.
         names = {name: re.fullmatch(_PAIR, name) for name in self._file.keys()}  # noqa: SIM118
         whole = [name for name, found in names.items() if found is None]
@@ -248,10 +280,10 @@ class Adapter:
             high, wide = base.shape(target) or (0, 0)
             up, down = self._tensors(target)
             ModelError.unless(
-                (up.shape[0], down.shape[1]) == (high, wide) and up.shape[1] == down.shape[0],
+                (*up.shape, *down.shape) == (high, self._of(target)[0], self._of(target)[0], wide),
                 f"{weights}: {shown(stem)}",
                 f"{list(up.shape)} by {list(down.shape)}",
-                f"a product of [{high}, {wide}]: is it of another base?",
+                f"[{high}, r] by [r, {wide}]: is it of another base, or rank?",
             )
 
     def _tensors(self, target: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,20 +291,18 @@ class Adapter:
         up, down = (self._file.get_tensor(f"{stem}.lora_{kind}.weight").float() for kind in "BA")
         return up, down
 
-    def _scale(self, target: str) -> float:
-        """Return s, of which a pattern may name another alpha and rank for a module."""
+    def _of(self, target: str) -> tuple[float, float]:
+        """Return rank and alpha, of which a pattern may name others for a module."""
         module, given = target.removesuffix(".weight"), self._given
-
-        def of(key: str, patterns: str) -> float:
-            for pattern, value in (given.get(patterns) or {}).items():
-                if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-                    return float(value)
-            return float(given[key])
-
-        rank = of("r", "rank_pattern")
-        return of("lora_alpha", "alpha_pattern") / (
-            math.sqrt(rank) if given.get("use_rslora") else rank
-        )
+        found = [float(given["r"]), float(given["lora_alpha"])]
+        for at, patterns in enumerate(("rank_pattern", "alpha_pattern")):
+            own = [
+                float(value)
+                for pattern, value in (given.get(patterns) or {}).items()
+                if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
+            ]
+            found[at] = (*own, found[at])[0]
+        return found[0], found[1]
 
     def left(self, wanted: Iterable[str]) -> list[str]:
         """See `Source.left`."""
@@ -286,10 +316,12 @@ class Adapter:
         """See `Source.rows`."""
         found = self.base.rows(name, rows)
         if name in self._pairs:
-            up, down = self._tensors(name)
-            found = found + self._scale(name) * (up[rows] @ down)
+            (up, down), (rank, alpha) = self._tensors(name), self._of(name)
+            scale = alpha / (math.sqrt(rank) if self._given.get("use_rslora") else rank)
+            found = found + scale * (up[rows] @ down)
         return found
 
     def copy_beside(self, directory: Path) -> None:
-        """See `Source.copy_beside`."""
+        """See `Source.copy_beside`; what stands beside the adapter is in place of the base's."""
         self.base.copy_beside(directory)
+        _copy(self.path, directory)

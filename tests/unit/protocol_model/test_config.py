@@ -136,7 +136,11 @@ FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
         ({"rope_type": "linear", "factor": 0}, {}, "factor"),
         ({"rope_type": "default", "rope_theta": 0}, {}, "rope_theta"),
         ({"rope_type": "default", "partial_rotary_factor": 0.4}, {}, "partial_rotary_factor"),
-        ({"rope_type": "default", "partial_rotary_factor": 2.0}, {}, "partial_rotary_factor"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 2.0},
+            {"architectures": ["StableLmForCausalLM"]},
+            "partial_rotary_factor: got 2.0, expected less than or equal to 1",
+        ),
         ({"rope_type": "default", "mrope_section": [2, 1, 1]}, {}, "mrope_section"),
         # What would divide by zero, or overflow.
         ({"rope_type": "dynamic", "factor": 2.0}, {"head_dim": 2}, "head_dim of at least 4"),

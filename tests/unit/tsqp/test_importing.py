@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import ModelError, SettingsError
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.model import Models, assemble, token_ids
 from tests.kit.rows import each_row
 from tsqp.cli.model_files import import_
@@ -149,7 +151,7 @@ def test_weights_in_few_bits_become_the_floats_they_stand_for(
     monkeypatch.setattr(plain, "_BLOCK_ELEMENTS", 24 * 64)
     found = _imported(source, dtype="float32")
     ran = CliRunner().invoke(import_, [str(source), str(tmp_path / f"{name} again")])
-    assert ran.output.splitlines()[-1].endswith("again: 1 files of weights, bfloat16")
+    assert ran.output.splitlines()[-1].endswith("again: bfloat16 weights, shards: 1")
     for weight, right in exact.items():
         torch.testing.assert_close(found[weight], right, rtol=1e-6, atol=1e-6)
     for weight in ("model.norm.weight", "lm_head.weight"):
@@ -177,10 +179,13 @@ def test_an_adapter_becomes_part_of_its_base(saved_model: Models, tmp_path: Path
             adapter / "adapter_model.safetensors",
         )
         shutil.rmtree(tmp_path / "adapter-plain", ignore_errors=True)
+        (adapter / "chat_template.jinja").write_text("as it was trained")
         found = _imported(adapter, base=model.directory, dtype="float32")
         right = plain_weights[f"{stem}.weight"] + scale * (up @ down)
         torch.testing.assert_close(found.pop(f"{stem}.weight"), right)
         assert all(torch.equal(found[name], plain_weights[name]) for name in found)
+    copied = tmp_path / "adapter-plain" / "chat_template.jinja"
+    assert copied.read_text() == "as it was trained"
     with pytest.raises(SettingsError, match="--base: got none"):
         open_source(adapter)
     for key, value in (
@@ -190,7 +195,7 @@ def test_an_adapter_becomes_part_of_its_base(saved_model: Models, tmp_path: Path
             ("bias", "all"),
             ("init_lora_weights", "pissa"),
         ),
-        *(("modules_to_save", ["lm_head"]), ("layer_replication", [[0, 2]])),
+        *(("modules_to_save", ["lm_head"]), ("of a later version", True)),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(given | {key: value}))
         with pytest.raises(ModelError, match=f"{key}: got"):
@@ -198,6 +203,9 @@ def test_an_adapter_becomes_part_of_its_base(saved_model: Models, tmp_path: Path
     (adapter / "adapter_config.json").write_text(json.dumps(given))
     with pytest.raises(ModelError, match="is it of another base"):
         open_source(adapter, saved_model("llama", hidden_size=96).directory)
+    (adapter / "adapter_config.json").write_text(json.dumps(given | {"r": 8}))
+    with pytest.raises(ModelError, match="or rank"):
+        open_source(adapter, model.directory)
     for kept, said in (({f"{stem}.lora_A.weight": down}, "half a pair"), ({}, "expected pairs")):
         save_file(kept, adapter / "adapter_model.safetensors")
         with pytest.raises(ModelError, match=said):
@@ -218,10 +226,21 @@ def _floats(source: Source) -> torch.Tensor:
             {"quant_method": "compressed-tensors"},
             r"weight_scale: got \(24, 1\), expected \(48, 1\)",
         ),
-        ({"weight": torch.ones(48, 64)}, {"quant_method": "hqq"}, "got 'hqq', expected fp8"),
+        ({"weight": torch.ones(48, 64)}, {"quant_method": "hqq"}, "got 'hqq', expected one of fp8"),
         (
             {"weight": torch.ones(48, 64)},
-            {"config_groups": {str(n): {"weights": {"num_bits": n}} for n in (4, 8)}},
+            {"quant_method": "fp8"},
+            "got 'fp8', expected its tensors",
+        ),
+        (
+            {"weight": torch.ones(48, 64)},
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}},
+            "got transform_config, expected scales of weights alone",
+        ),
+        (
+            {"weight": torch.ones(48, 64)},
+            {"quant_method": "compressed-tensors"}
+            | {"config_groups": {str(n): {"weights": {"num_bits": n}} for n in (4, 8)}},
             "groups of several kinds",
         ),
         (
@@ -313,7 +332,7 @@ def test_an_interrupted_import_goes_on_behind_the_last_shard(
         ),
         (
             lambda t: t["model.norm.weight"].fill_(torch.nan),
-            "NaN or infinity, expected weights that are finite",
+            "NaN or infinity.* finite in float32",
         ),
     ],
 )
@@ -328,3 +347,75 @@ def test_tensors_that_the_table_does_not_explain_are_named(
     with pytest.raises(ModelError, match=said):
         import_model(open_source(source), tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+@each_row(
+    ("settings", "said"),
+    [
+        ({"group_size": "128"}, "TypeError"),
+        ({"config_groups": [1]}, "AttributeError"),
+        ({"weight_block_size": [0, 0]}, "ZeroDivisionError"),
+    ],
+)
+def test_what_does_not_fit_together_is_an_error_of_the_source(
+    saved_model: Models, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    source = tmp_path / said
+    shutil.copytree(saved_model("llama").directory, source)
+    tensors = load_file(source / SINGLE_FILE)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(96, 1)
+    save_file(tensors, source / SINGLE_FILE)
+    raw = json.loads((source / "config.json").read_text())
+    few = {"quant_method": "compressed-tensors"} | settings
+    (source / "config.json").write_text(json.dumps(raw | {"quantization_config": few}))
+    ran = CliRunner().invoke(import_, [str(source), str(tmp_path / "made")])
+    assert isinstance(ran.exception, ModelError)
+    assert ran.exception.where == str(source)
+    assert ran.exception.got.startswith(said)
+
+
+def test_the_text_model_of_a_wrapper_and_one_without_a_head(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    """Its weights have the type that is written, wherever config.json says so."""
+    model = saved_model("qwen3", tie_word_embeddings=False)
+    for name, prefix in (("wrapped", "language_model.model."), ("bare", "")):
+        source = tmp_path / name
+        shutil.copytree(model.directory, source)
+        tensors = load_file(source / SINGLE_FILE)
+        del tensors["lm_head.weight"]
+        renamed = {n.replace("model.", prefix, 1): tensor for n, tensor in tensors.items()}
+        save_file(renamed, source / SINGLE_FILE)
+        if prefix:
+            text = json.loads((saved_model("mistral").directory / "config.json").read_text())
+            text["dtype"] = "bfloat16"
+            shutil.copy(saved_model("mistral").directory / SINGLE_FILE, source)
+            own = load_file(source / SINGLE_FILE)
+            save_file(
+                {n.replace("model.", prefix, 1): tensor for n, tensor in own.items()},
+                source / SINGLE_FILE,
+            )
+            wrapper = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+            (source / "config.json").write_text(json.dumps(wrapper))
+        _imported(source, dtype="float32")
+        config, _ = Checkpoint.open(tmp_path / f"{name}-plain")
+        assert (config.dtype, config.generates) == ("float32", bool(prefix))
+
+
+def test_a_tokenizer_of_sentencepiece_is_made_tokenizer_json_and_no_code_runs(
+    saved_model: Models, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "model", tmp_path / "made"
+    shutil.copytree(saved_model("llama").directory, source)
+    text = source / "text.txt"
+    text.write_text("the cat sat on the mat with an owl and a fox\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(source / "tokenizer"), vocab_size=22, minloglevel=2
+    )
+    said = {"tokenizer_class": "LlamaTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (source / "own.py").write_text("raise SystemExit")
+    (source / "tokenizer_config.json").write_text(json.dumps(said))
+    import_model(open_source(source), target)
+    ids = Tokenizer(target).encode("the owl sat", add_special_tokens=False)
+    right = sentencepiece.SentencePieceProcessor(str(source / "tokenizer.model"))
+    assert ids == right.encode("the owl sat")
