@@ -124,7 +124,7 @@ def run(folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     file, model = fetch(folder), folder / "SmolLM2-135M-Instruct"
     shutil.rmtree(model, ignore_errors=True)
-    imported_s, _ = timed("tsqp", "import", str(file), str(model), "--dtype", "float32")
+    imported_s, _ = timed("tsqp", "import", str(file), str(model), "--weights-dtype", "float32")
     measured_s, said = timed("tsqp", "accuracy", str(model))
     ids, right = reference(file)
     gpu, port = f"tcp://127.0.0.1:{free_port()}", free_port()
