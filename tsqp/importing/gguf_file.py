@@ -195,7 +195,12 @@ class Gguf:
 
     def _settings(self) -> dict[str, Any]:
         start = f"{self._arch}."
-        own = {k.removeprefix(start): v for k, v in self._said.items() if k.startswith(start)}
+        # A number that was rounded to 32 bits is the shortest one that is rounded so.
+        own: dict[str, Any] = {
+            key.removeprefix(start): float(str(np.float32(v))) if isinstance(v, float) else v
+            for key, v in self._said.items()
+            if key.startswith(start)
+        }
         own.pop("vocab_size", None)  # the embedding has it
         unknown = sorted(own.keys() - {*_KEYS, *_SCALING, *_READ})
         got = f"{start}{shown(unknown[0])} = {describe(own[unknown[0]])}" if unknown else ""
