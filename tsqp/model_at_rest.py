@@ -106,7 +106,7 @@ def seal_model(
     output: Path,
     progress: Progress = lambda _done, _total: None,
 ) -> tuple[int, int, list[str], str]:
-    """Encrypt the files of a model directory, but not of directories in it, into a new directory.
+    """Encrypt the files of a model directory, of folders in it what is read, into a new directory.
 
     Return how many files and plain bytes were sealed, the names that are no file, and the digest
     for `--seal-digest`. One chunk is in memory at a time. A run that fails leaves nothing behind.
@@ -129,8 +129,13 @@ def seal_model(
         "a file of this name",
         "none: the seal's own has it",
     )
-    names = sorted(path.name for path in directory.iterdir() if not path.is_dir())
-    skipped = sorted(path.name for path in directory.iterdir() if path.is_dir())
+    inner = {name for name in PINNED_FILES if "/" in name and (directory / name).is_file()}
+    names = sorted(inner.union(path.name for path in directory.iterdir() if not path.is_dir()))
+    skipped = sorted(
+        path.name
+        for path in directory.iterdir()
+        if path.is_dir() and not any(name.startswith(f"{path.name}/") for name in inner)
+    )
     # What cannot be read is refused before any work.
     total, done = sum(_size(directory / name) for name in names), 0
 
@@ -146,6 +151,7 @@ def seal_model(
         partial.mkdir()
         files = {}
         for name in names:
+            (partial / name).parent.mkdir(exist_ok=True)
             files[name] = _seal_file(directory / name, content_key, partial / name, count)
         body = SealIndex(files=files).model_dump_json(indent=1).encode() + b"\n"
         _write(partial / SEAL_FILE, [wrap(content_key, key, body)])

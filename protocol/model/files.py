@@ -100,15 +100,18 @@ def use_seal(directory: Path, seal: Seal | None) -> None:
         _seals[os.path.abspath(directory)] = seal
 
 
-def _seal_of(path: Path) -> Seal | None:
-    return _seals.get(os.path.abspath(path.parent))
+def _sealed(path: Path) -> tuple[Seal | None, str]:
+    """Return the seal of a file's directory, or of the one above, and its name there."""
+    for folder in path.parents[:2]:
+        if (seal := _seals.get(os.path.abspath(folder))) is not None:
+            return seal, path.relative_to(folder).as_posix()
+    return None, path.name
 
 
 def is_there(path: Path) -> bool:
     """Say whether anything has this name, be it a link that leads nowhere."""
-    if (seal := _seal_of(path)) is not None:
-        return path.name in seal
-    return os.path.lexists(path)
+    seal, name = _sealed(path)
+    return os.path.lexists(path) if seal is None else name in seal
 
 
 def require_inside(path: Path) -> Path:
@@ -117,10 +120,14 @@ def require_inside(path: Path) -> Path:
     The links of a Hugging Face cache, from `snapshots/<revision>` to `blobs` beside it, are inside.
     So is every file of a sealed directory: wherever a link leads, it has to be what was sealed.
     """
-    if _seal_of(path) is not None:
+    if _sealed(path)[0] is not None:
         return path
     root, target = Path(os.path.realpath(path.parent)), Path(os.path.realpath(path))
-    in_cache = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+    # Of a file in a folder of the model, the directory above is the revision.
+    in_cache = any(
+        folder.name == "snapshots" and target.parent == folder.parent / "blobs"
+        for folder in root.parents[:2]
+    )
     inside = in_cache or target.is_relative_to(root)
     ModelError.unless(
         inside, str(path), "a link that leads out of the directory", "a file in it, or a copy"
@@ -151,7 +158,7 @@ def opened(path: Path, *, inside: bool = True, stored: bool = False) -> Iterator
     `stored`: read what is on the disk, sealed or not. Raises ModelError that names the file, and
     SealError.
     """
-    seal = _seal_of(path)
+    seal, name = _sealed(path)
     inside = inside and seal is None
     target = require_inside(path) if inside else path
     # Not following, because `target` is where the last link led. Not blocking, because of pipes.
@@ -164,9 +171,8 @@ def opened(path: Path, *, inside: bool = True, stored: bool = False) -> Iterator
         ModelError.unless(stat.S_ISREG(mode), str(path), kind, "a regular file")
         file = OpenFile(descriptor, path)
         if seal is not None and not stored:
-            known = path.name in seal
-            SealError.unless(known, str(path), "a file that was not sealed", "one that was")
-            file = seal[path.name](file)
+            SealError.unless(name in seal, str(path), "a file that was not sealed", "one that was")
+            file = seal[name](file)
         yield file
     finally:
         os.close(descriptor)

@@ -241,7 +241,9 @@ class TextStream:
         self._stop = tuple(text for text in stop if text)
         # Those read last, which decoding needs as context: it drops the space of a first word. And
         # those that are no text yet.
-        shown = (token_id for token_id in reversed(before) if tokenizer.decode([token_id]))
+        # A prompt may be all of tokens without text: only so many are looked at.
+        last = reversed(before[-_MAX_HELD * _MAX_HELD :])
+        shown = (token_id for token_id in last if tokenizer.decode([token_id]))
         self._ids = list(islice(shown, _MAX_HELD))[::-1]
         if tokenizer.decode(self._ids).endswith("\ufffd"):
             self._ids = []  # within a character

@@ -141,8 +141,6 @@ def import_(*, source: Path, directory: Path, base: Path | None, dtype: FloatDty
     from tsqp.importing.plain import as_its_library_writes_it, import_model, open_source
 
     source, directory = source.expanduser(), directory.expanduser()
-    there = directory.parent.is_dir()
-    SettingsError.unless(there, str(directory), "no such directory", "one to write into")
     with as_its_library_writes_it(source), _progress(f"import {source.name}") as show:
         opened = open_source(source, None if base is None else base.expanduser())
         record = import_model(opened, directory, dtype, show)
@@ -165,6 +163,7 @@ def pull(*, name: str, directory: Path) -> None:
     from tsqp.importing.sources import settings_of
     from tsqp.model_at_rest import MANIFEST_FILE, make_manifest
 
+    directory = directory.expanduser()
     with _progress(f"pull {name}") as show:
         commit = run(name, directory, show)
     click.echo(f"{directory}: commit {commit}")

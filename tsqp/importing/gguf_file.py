@@ -173,9 +173,12 @@ class Gguf:
         end = 0
         for tensor in sorted(self._reader.tensors, key=lambda one: one.data_offset):
             fits = end <= tensor.data_offset and tensor.data_offset + tensor.n_bytes <= size
-            where = f"{self.path}: {shown(tensor.name)}"
-            got = f"bytes {tensor.data_offset} to {tensor.data_offset + tensor.n_bytes}"
-            ModelError.unless(fits, where, got, f"some behind {end} and before {size}")
+            ModelError.unless(
+                fits,
+                f"{self.path}: {shown(tensor.name)}",
+                f"bytes {tensor.data_offset} to {tensor.data_offset + tensor.n_bytes}",
+                f"some behind {end} and before {size}",
+            )
             end = tensor.data_offset + tensor.n_bytes
 
     def _own(self, key: str, default: Any = None) -> Any:
@@ -189,8 +192,9 @@ class Gguf:
     def settings(self) -> Mapping[str, Any]:
         """See `Source.settings`. Raises ModelError for metadata that are not known."""
         damages = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError)
-        where = f"{self.path}: metadata"
-        with ModelError.instead_of(damages, where, "values that do not fit", "those of a model"):
+        with ModelError.instead_of(
+            damages, f"{self.path}: metadata", "values that do not fit", "those of a model"
+        ):
             return self._settings()
 
     def _settings(self) -> dict[str, Any]:
@@ -285,7 +289,9 @@ class Gguf:
                 scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
                 more = {"high_freq_factor": 4.0, "original_max_position_embeddings": _TRAINED}
                 return scaling | more
-        raise ModelError(f"{self.path}: {_FACTORS}", "other factors", "those of Llama 3.1 or 3.2")
+        raise ModelError(
+            f"{self.path}: {_FACTORS}", "other factors", "those of Llama 3.1, 3.2 or EXAONE 4"
+        )
 
     def _stored(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")

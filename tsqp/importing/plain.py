@@ -39,6 +39,7 @@ from tsqp.importing.sources import (
     Directory,
     Source,
     checked_config,
+    new_directory,
     write_json,
 )
 
@@ -98,10 +99,7 @@ def import_model(
     Raises ModelError for tensors that the table does not explain, SettingsError for a directory
     that is there, OSError.
     """
-    SettingsError.unless(
-        not os.path.lexists(directory), "DIRECTORY", str(directory), "a name that is free"
-    )
-    draft = directory.with_name(f".{directory.name}.import")
+    draft = new_directory(directory).with_name(f".{directory.name}.import")
     element = source.dtype if dtype is None else torch_dtype(dtype)
     settings: dict[str, Any] = deepcopy(dict(source.settings))
     for said in (settings, settings.get("text_config")):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,13 @@ from protocol.model.checkpoint import (
     read_weight_map,
 )
 from tsqp.extras import needing
-from tsqp.importing.sources import BESIDE, TOKENIZERS, checked_config, settings_of
+from tsqp.importing.sources import (
+    BESIDE,
+    TOKENIZERS,
+    checked_config,
+    new_directory,
+    settings_of,
+)
 
 _FOLDER = ".cache"
 RECORD_FILE = "pull.json"
@@ -40,8 +45,6 @@ def pull(
     Raises SettingsError for the directory or a hub that refuses, ModelError for what is no model or
     differs, OSError.
     """
-    free = not os.path.lexists(directory)
-    SettingsError.unless(free, "DIRECTORY", str(directory), "a name that is free")
     with needing("tsqp pull", "pip install 'tsqp[import]'"):
         from httpx2 import HTTPError
         from huggingface_hub import HfApi
@@ -51,7 +54,7 @@ def pull(
     disable_progress_bars()  # there is one display: ours
     api: Any = HfApi()
     where = f"{api.endpoint}/{shown(repository)}"
-    draft = directory.with_name(f".{directory.name}.pull")
+    draft = new_directory(directory).with_name(f".{directory.name}.pull")
     try:
         info = api.model_info(repository, revision=revision or None, files_metadata=True)
         files = {one.rfilename: one for one in info.siblings or ()}
@@ -92,11 +95,11 @@ def _said(error: Exception) -> str:
 
 def _begin(draft: Path, said: Mapping[str, str]) -> None:
     """Make the folder that grows; empty one of another commit."""
-    record, content = draft / RECORD_FILE, json.dumps(said, indent=2) + "\n"
-    if not record.is_file() or record.read_text(encoding="utf-8") != content:
+    record = draft / RECORD_FILE
+    if not record.is_file() or record.read_text(encoding="utf-8") != json.dumps(said):
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
-        record.write_text(content, encoding="utf-8")
+        record.write_text(json.dumps(said), encoding="utf-8")
 
 
 def _wanted(files: Mapping[str, Any], draft: Path, where: str) -> list[str]:

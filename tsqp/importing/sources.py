@@ -1,6 +1,6 @@
 """What a model may be imported from: tensors under a plain file's names, some rows at a time.
 
-A source is opened from a path: a directory of safetensors, plain or in few bits, one file of GGUF,
+A source is opened from a path: a directory of safetensors, plain or quantised, one file of GGUF,
 or an adapter (LoRA) with the directory of its base.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import Any, Protocol, get_args
 import torch
 from safetensors import SafetensorError, safe_open
 
-from protocol.errors import ModelError, describe, shown
+from protocol.errors import ModelError, SettingsError, describe, shown
 from protocol.model.at_rest import PinnedFile
 from protocol.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
 from protocol.model.config import ModelConfig, read_config
@@ -34,18 +35,10 @@ ADAPTER_FILE = "adapter_config.json"
 _PAIR = r"(base_model\.model\.|)(.+)\.lora_([AB])\.weight"
 # Of an adapter: what is read, or says nothing of numbers; values of others that change nothing.
 _READ = (
-    *(
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-        "lora_dropout",
-        "task_type",
-    ),
-    *("auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "target_modules"),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "peft_version"),
-    *("qalora_group_size", "runtime_config"),
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout"),
+    *("task_type", "auto_mapping", "revision", "base_model_name_or_path", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("megatron_core", "peft_version", "qalora_group_size", "runtime_config"),
 )
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -126,6 +119,14 @@ def checked_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
             raise ModelError(place, error.got, error.expected) from None
 
 
+def new_directory(path: Path) -> Path:
+    """Return where a directory may be made. Raises SettingsError."""
+    free, there = not os.path.lexists(path), path.absolute().parent.is_dir()
+    SettingsError.unless(free, "DIRECTORY", str(path), "a name that is free")
+    SettingsError.unless(there, f"DIRECTORY: {path}", "no such directory", "one to write into")
+    return path
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file of a directory."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -144,7 +145,7 @@ def _beside(source: Path, names: Iterable[str] = BESIDE) -> tuple[Path, ...]:
 
 
 class Directory:
-    """Safetensors with config.json; weights in few bits are read as the floats they stand for.
+    """Safetensors with config.json; quantised weights are read as the floats they stand for.
 
     Raises ModelError that names what is missing, or a method that is not known.
     """
@@ -165,7 +166,7 @@ class Directory:
                 part = file.get_slice(name)
                 self._file[name], self._dtypes[name] = shard, part.get_dtype()
                 self._shapes[name] = tuple(part.get_shape())
-        self.files = (path / "config.json", *sorted(shards), *_beside(path))
+        self.files = (*_beside(path, ("config.json", *BESIDE, *TOKENIZERS)), *sorted(shards))
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -175,7 +176,7 @@ class Directory:
 
     @cached_property
     def _few(self) -> dict[str, tuple[Few, Method]]:
-        """Weights in few bits, by the name that they have in a plain file."""
+        """Quantised weights, by the name that they have in a plain file."""
         settings, where = self._quantised, f"{self.path / 'config.json'}: quantization_config"
         groups = [
             one.get("weights") or {} for one in (settings.get("config_groups") or {}).values()

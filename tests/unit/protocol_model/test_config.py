@@ -274,6 +274,14 @@ def test_a_snapshot_of_hugging_faces_cache_is_links_to_blobs(tmp_path: Path) -> 
     link.symlink_to("../../blobs/0123")
     assert read_bytes(link, 100) == b"blob"
     assert files.require_inside(link) == root / "blobs" / "0123"
+    inner = link.with_name("1_Pooling") / "config.json"
+    inner.parent.mkdir()
+    inner.symlink_to("../../../blobs/0123")
+    assert read_bytes(inner, 100) == b"blob"
+    inner.unlink()
+    inner.symlink_to("../../../refs")
+    with pytest.raises(ModelError, match="leads out"):
+        read_bytes(inner, 100)
     link.unlink()
     link.symlink_to("../../refs")
     with pytest.raises(ModelError, match="leads out"):

@@ -37,6 +37,9 @@ KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 STORED = CHUNK_BYTES + TAG_BYTES
 SIZES = {"empty": 0, "byte": 1, "short": CHUNK_BYTES - 1, "chunk": CHUNK_BYTES}
 SIZES |= {"long": CHUNK_BYTES + 1, "two": 2 * CHUNK_BYTES, "three": 2 * CHUNK_BYTES + 12_345}
+# Of a folder that a run reads a file of; what else is in it is not read.
+POOLING = "1_Pooling/config.json"
+SIZES |= {POOLING: 40}
 NO_LIMIT = 2**26
 
 
@@ -56,6 +59,7 @@ def seals(tmp_path_factory: pytest.TempPathFactory) -> Seals:
     plain = root / "plain"
     plain.mkdir()
     shutil.copy(DEMO / "config.json", plain)
+    (plain / POOLING).parent.mkdir()
     for name, size in SIZES.items():
         (plain / name).write_bytes(random.Random(name).randbytes(size))  # the same each time
     found = Seals(plain, *(root / name for name in ("first", "second", "other")), {})
@@ -91,7 +95,7 @@ def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
     for border in (CHUNK_BYTES, 2 * CHUNK_BYTES, SIZES["three"]):
         places += [border - 1, border, border + 1]
     with unsealed(seals.first) as seal:
-        assert sorted(seal.files) == sorted(path.name for path in seals.plain.iterdir())
+        assert sorted(seal.files) == sorted(["config.json", *SIZES])
         for name in seal.files:
             path, expected = seals.first / name, (seals.plain / name).read_bytes()
             assert read_bytes(path, len(expected)) == expected
@@ -116,11 +120,14 @@ def test_every_file_and_any_range_of_it_reads_as_it_was(seals: Seals) -> None:
 def test_a_seal_names_what_there_is(seals: Seals, changed: Path) -> None:
     with pytest.raises(SealError, match=r"config.json: got a sealed file, expected .*--seal-key"):
         read_config(seals.first)
-    added = changed / "added.json"
-    added.write_text("{}")
+    added, inner = changed / "added.json", changed / POOLING
+    for path in (added, inner.with_name("added")):
+        path.write_text("{}")
     with unsealed(changed):
         assert not is_there(added)
-        for path in (added, changed / SEAL_FILE):
+        assert not is_there(inner.with_name("added"))
+        assert is_there(inner)
+        for path in (added, inner.with_name("added"), changed / SEAL_FILE):
             for inside in (True, False):
                 with pytest.raises(SealError, match=f"{path.name}: got a file that was not sealed"):
                     read_bytes(path, NO_LIMIT, inside=inside)
@@ -257,7 +264,9 @@ def test_nothing_random_is_used_twice(changed: Path, seals: Seals) -> None:
     assert len(set(nonces)) == 4
     keys = [unwrap(read_index(path / SEAL_FILE), KEY, "")[0] for path in seals[1:3]]
     assert len({*keys, bytes(32)}) == 3
-    files = [path for where in seals[1:4] for path in where.iterdir() if path.name != SEAL_FILE]
+    found = [path for where in seals[1:4] for path in where.rglob("*") if path.is_file()]
+    files = [path for path in found if path.name != SEAL_FILE]
+    assert len(files) == 3 * (1 + len(SIZES))
     assert len({path.read_bytes()[8:HEADER_BYTES] for path in files}) == len(files)
 
 

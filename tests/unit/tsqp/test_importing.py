@@ -274,7 +274,7 @@ def test_an_index_beside_one_file_or_out_of_the_directory_is_not_followed(
     shutil.copytree(saved_model("llama").directory, source)
     weight_map = {"model.norm.weight": "../other.safetensors"}
     (source / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    assert [path.name for path in open_source(source).files[:2]] == ["config.json", SINGLE_FILE]
+    assert source / SINGLE_FILE in open_source(source).files
     (source / SINGLE_FILE).rename(tmp_path / "other.safetensors")
     with pytest.raises(ModelError, match="expected the name of a file in the same directory"):
         open_source(source)
