@@ -203,6 +203,12 @@ def test_policies_and_masks_are_listed_beside_what_does_not_load() -> None:
     assert MaskEntry(strange).described()["options"][-1]["default"] == "/x"
 
 
+def test_a_manifest_of_a_hub_s_name_is_told_what_gets_the_model() -> None:
+    refused = run("manifest", "org/name").exception
+    assert isinstance(refused, ModelError)
+    assert "tsqp pull" in refused.expected
+
+
 def test_a_model_may_be_in_a_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,8 @@ def test_it_becomes_the_model_that_it_was_made_of(
     file = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
     gguf_files.write(file, model.directory, kind.replace("phi4-mini", "phi3"))
     import_model(open_source(file), file.with_suffix(""), "float32")
+    found, said = (read_config(path) for path in (file.with_suffix(""), model.directory))
+    assert (found.norm_eps, found.score_scale) == (said.norm_eps, said.score_scale)
     ids, right = token_ids(24), model.logits(token_ids(24))
     error = (assemble(file.with_suffix("")).logits(ids) - right).abs().max() / right.abs().max()
     assert error < 5e-5  # of 46 layers; a mistake shows in hundredths

@@ -171,10 +171,16 @@ def test_nothing_is_left_of_another_commit(hub: Hub, tmp_path: Path) -> None:
     assert not (target / "tokenizer.model").exists()
 
 
-def test_a_hub_with_pickles_alone_or_without_the_model_is_told(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_with_pickles_alone_or_another_or_no_model_is_told(hub: Hub, tmp_path: Path) -> None:
     del hub.files["model.safetensors"]
     with pytest.raises(ModelError, match="got pickles, which can run code"):
         pull("org/name", tmp_path / "model")
+    assert not hub.got
+    hub.files["model.safetensors"] = b"long"
+    hub.files["config.json"] = b'{"architectures": ["MixtralForCausalLM"]}'
+    with pytest.raises(ModelError, match=r"org/name/config\.json: architectures: got 'Mixtral"):
+        pull("org/name", tmp_path / "model")
+    assert hub.got == ["config.json"]
     with pytest.raises(SettingsError, match="expected a model that this hub lets you read"):
         pull("org/other", tmp_path / "model")
     with pytest.raises(SettingsError, match="expected a model that this hub lets you read"):
