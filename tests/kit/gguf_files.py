@@ -41,11 +41,6 @@ def _attention_factor(c: Config) -> float | None:
     return math.sqrt(1 + math.log(scale) / math.log(c.original)) if scale > 1 else 1.0
 
 
-def _base(c: Config) -> float:
-    exponent = c.size / (c.size - 2)
-    return float(c.rope["rope_theta"]) * c.rope.get("alpha", 1.0) ** exponent
-
-
 # Behind the name of the architecture; None: no key is written.
 _VALUES: dict[str, Callable[[Config], Any]] = {
     "block_count": lambda c: c.num_hidden_layers,
@@ -65,7 +60,7 @@ _VALUES: dict[str, Callable[[Config], Any]] = {
     "attention.scale": lambda c: c.attention_multiplier,
     "attention.temperature_scale": lambda c: c.rope["llama_4_scaling_beta"],
     "rope.dimension_count": lambda c: int(c.size * c.rope.get("partial_rotary_factor", 1.0)),
-    "rope.freq_base": _base,
+    "rope.freq_base": lambda c: float(c.rope["rope_theta"]),
     "rope.freq_base_swa": lambda c: c.local.get("rope_theta"),
     "rope.scaling.type": lambda c: c.kind if c.scaled else None,
     "rope.scaling.factor": lambda c: c.rope["factor"] if c.scaled else None,
@@ -153,7 +148,6 @@ KINDS: dict[str, Kind] = {
     ),
     "glm4": Kind("glm4", _BASE + _RMS + _TURNED),
     "ernie4.5": Kind("ernie4_5", _BASE + _RMS),
-    "hunyuan": Kind("hunyuan-dense", _BASE + _RMS, more=_UNSCALED),
     "stablelm": Kind("stablelm", (*_SHAPE, *_LAYER, *_TURNED, "use_parallel_residual")),
     "starcoder2": Kind("starcoder2", _BASE + _LAYER),
     "nemotron": Kind("nemotron", _BASE + _LAYER + _TURNED, added=1.0),

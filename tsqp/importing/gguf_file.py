@@ -46,7 +46,6 @@ NAMES = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "nemotron": "NemotronForCausalLM",
-    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "arcee": "ArceeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
@@ -96,7 +95,7 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 # How texts are cut before their bytes are merged, by the name that a file has for it: digits one by
 # one, then words; or by a pattern, of which some have digits alone and some by threes.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")
-_WORDS = ("default", "gpt-2", "olmo", "phi-2")
+_WORDS = ("default", "gpt-2", "olmo", "phi-2", "exaone4")
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -111,9 +110,10 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
 _CASES_O = _CASES.replace("+|[", f"+{_ENDINGS}[", 1).replace(
     r"*|\p{N}|", rf"*{_ENDINGS}\p{{N}}{{1,3}}|"
 )
-_PATTERNS = {
+CUTS = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), _PATTERN),
     **dict.fromkeys(("llama-bpe", "llama3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _THREES),
+    "seed-coder": _PATTERN.replace(r"\p{N}]+[\r\n]*|", r"\p{N}\r\n]+|"),
     "tekken": _CASES,
     "gpt-4o": _CASES_O,
 }
@@ -338,7 +338,7 @@ class Gguf:
         model, pre = (self._said.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
         right = model in ("llama", "gpt2")
         ModelError.unless(right, f"{where}.model", describe(model), "llama or gpt2")
-        cut = (*_DIGITS, *_WORDS, *_PATTERNS)
+        cut = (*_DIGITS, *_WORDS, *CUTS)
         right = model == "llama" or pre in (None, *cut)
         ModelError.unless(right, f"{where}.pre", describe(pre), f"one of {', '.join(cut)}")
 
@@ -362,8 +362,8 @@ class Gguf:
         )
         raw, words = tokenizer.backend_tokenizer, pre_tokenizers.ByteLevel
         if self._said.get("tokenizer.ggml.model") == "gpt2" and pre is not None:
-            if pre in _PATTERNS:
-                split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated")
+            if pre in CUTS:
+                split = pre_tokenizers.Split(Regex(CUTS[pre]), "isolated")
                 cut = [split, words(add_prefix_space=False, use_regex=False)]
                 raw.normalizer = normalizers.NFC() if pre in ("qwen2", "deepseek-r1-qwen") else None
             else:

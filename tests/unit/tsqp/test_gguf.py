@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from protocol.errors import ModelError
 from protocol.model.config import read_config
@@ -16,6 +19,7 @@ from tests.kit import gguf_files
 from tests.kit.model import Models, assemble, token_ids
 from tests.kit.rows import each_row
 from tsqp.importing import plain
+from tsqp.importing.gguf_file import CUTS
 from tsqp.importing.plain import import_model, open_source
 
 DOWN = "blk.1.ffn_down.weight"
@@ -72,7 +76,6 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("cohere2", _layers(5, 4)),
     ("glm4", {}),
     ("ernie4.5", {"use_bias": False}),
-    ("hunyuan", {}),
     ("ministral3", {}),
     ("stablelm", {}),
     ("starcoder2", {"sliding_window": None}),
@@ -125,6 +128,19 @@ def test_numbers_in_eight_bits_the_tokenizer_and_the_ends_of_turns(
     assert len(ids) == 5
     # What a class of transformers adds, and the model does not have.
     assert len(tokenizer.encode("<|endoftext|>", add_special_tokens=False)) > 1
+
+
+TEXT = "It's WE'RE\tnaïve 12345 Ünïcode4you?!\r\n\n  x = a_b;  …你好\n // end  "
+
+
+@each_row("name", sorted(set(CUTS) & set(GGUF_PRE_TOKENIZER_SPLITS)))
+def test_texts_are_cut_as_transformers_cuts_them(name: str) -> None:
+    ours, theirs = (
+        Split(Regex(one[name]), "isolated").pre_tokenize_str(TEXT)
+        for one in (CUTS, GGUF_PRE_TOKENIZER_SPLITS)
+    )
+    assert ours == theirs
+    assert len(ours) > 20
 
 
 def test_llama_3_begins_with_bos_and_takes_words_whole(saved_model: Models, tmp_path: Path) -> None:
