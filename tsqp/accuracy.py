@@ -37,6 +37,7 @@ from protocol.model.checkpoint import (
 from protocol.model.config import ModelConfig
 from protocol.model.forward import Call, staying
 from protocol.model.weights import CPU, FusedLinear, load_linear, load_quantized, load_tensor
+from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.model.batch import Batch, Chunk, KVCache
 from tee_side.model.operators import (
@@ -352,7 +353,8 @@ def sequences(tokenizer: Tokenizer, text: str, tokens: int, context: int) -> lis
     cut: list[list[int]] = []
     try:
         opening = " ".join(text.split()[:_CHAT_WORDS])
-        cut.append(tokenizer.apply_chat_template([{"role": "user", "content": opening}])[:size])
+        said = Conversation(messages=[{"role": "user", "content": opening}])
+        cut.append(ChatTemplate(tokenizer).encode(said)[:size])
     except (ModelError, PromptError):
         pass  # not a model for conversations
     # At least one, or a context as short as `start` would never end.

@@ -24,10 +24,12 @@ from pydantic import (
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
+from tee_side.chat.template import Conversation
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Logprob, Request, SamplingSettings
 from tee_side.engine.tokenizer import TextStream
 from tee_side.serve.background import BackgroundEngine, Delivery, EngineStats, Ticket
+from tsqp.run.conversations import chat_template
 from tsqp.run.load import engine_settings, load, open_runner
 from tsqp.run.settings import RunSettings, plain_type, settings_of
 
@@ -142,6 +144,7 @@ class LLM(AbstractContextManager["LLM"]):
                 open_runner(settings, loaded, None, idles=True, engine=engine)
             )
             self._tokenizer = runner.tokenizer
+            self._template = chat_template(settings, runner.tokenizer)
             # Read once it is asked for: files may say what we do not compute, and generate.
             self._embedding, self._size = cache(runner.embedding), runner.config.hidden_size
             self._engine = BackgroundEngine(
@@ -245,7 +248,7 @@ class LLM(AbstractContextManager["LLM"]):
             "something else",
             "mappings, role to text",
         )
-        return self._tokenizer.apply_chat_template(messages)
+        return self._template.encode(Conversation(messages=messages))
 
     def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
         params = SamplingParams() if params is None else params

@@ -78,6 +78,7 @@ PinnedFile = Literal[
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "modules.json",
     "1_Pooling/config.json",
     "config_sentence_transformers.json",

@@ -1,13 +1,12 @@
 """Text to token ids and back, with the `tokenizers` library alone; also token by token.
 
-Reads `tokenizer.json`. Conversations are read by `tee_side.engine.chat_template`.
+Reads `tokenizer.json`. Conversations are read by `tee_side.chat.template`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -22,9 +21,9 @@ from protocol.validation import validate_file, validate_known
 
 if TYPE_CHECKING:
     from protocol.model.at_rest import Manifest
-    from tee_side.engine.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 
 # Those of the supported architectures have up to 33 MB.
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
@@ -32,7 +31,7 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 # knows what it reads; those of the supported architectures have up to 600,000 and 1,700,000.
 _LIMITS = {"lists": 1_200_000, "items": 4_000_000}
 # What tells of tokens beside it.
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+_BESIDE = (CONFIG_FILE, "special_tokens_map.json")
 _ADDED_FILE = "added_tokens.json"
 # Special tokens of classes, where the files say nothing of them.
 _QWEN = dict.fromkeys(("unk_token", "eos_token"), "<|endoftext|>")
@@ -101,12 +100,12 @@ class Tokenizer:
     """The tokenizer of a model directory. Raises ModelError when it is missing or damaged.
 
     With a manifest, every file must be the one that it names, or ManifestError is raised. `raw`:
-    the library's own tokenizer.
+    the library's own tokenizer; `special_tokens`: texts of those that files name, by their names.
     """
 
     def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
-        self._directory = directory
-        self._manifest = manifest
+        self.directory = directory
+        self.manifest = manifest
         path = find_file(directory, TOKENIZER_FILE, manifest)
         if path is None:
             others = [n for n in ("tokenizer.model", "tekken.json") if (directory / n).exists()]
@@ -115,8 +114,8 @@ class Tokenizer:
             raise ModelError(str(directory), got, f"one{made} (or a prompt given as token ids)")
         content = read_file(path, MAX_TOKENIZER_BYTES, manifest)
         limit_structure(content, str(path), _LIMITS)
-        self._path = path
-        with _library_errors(path, quoted=True):
+        self.path = path
+        with library_errors(path, quoted=True):
             self.raw = RawTokenizer.from_buffer(content)
             # The file may ask for a prompt that is cut off, or filled up to any length. Neither
             # is for one prompt; the first is silent, and the second can end the process.
@@ -138,8 +137,8 @@ class Tokenizer:
         single: dict[str, str] = {}
         several: list[str] = []
         for name in _BESIDE:
-            if path := find_file(self._directory, name, self._manifest):
-                said = validate_known(_Beside, read_json(path, self._manifest), str(path))
+            if path := find_file(self.directory, name, self.manifest):
+                said = validate_known(_Beside, read_json(path, self.manifest), str(path))
                 kind = (said.tokenizer_class or "").removesuffix("Fast")
                 for index, token in said.added_tokens_decoder.items():
                     listed[int(index)] = AddedToken(**token.model_dump(exclude_none=True))
@@ -147,14 +146,15 @@ class Tokenizer:
                 single |= _CLASSES.get(kind, {}) | {k: t.content for k, t in tokens.items() if t}
                 more = chain.from_iterable(getattr(said, key) for key in _SEVERAL)
                 several += [token.content for token in more if token]
+        self.special_tokens = single
         named = [*single.values(), *several]
-        if path := find_file(self._directory, _ADDED_FILE, self._manifest):
-            read = validate_file(_Added, {"tokens": read_json(path, self._manifest)}, str(path))
+        if path := find_file(self.directory, _ADDED_FILE, self.manifest):
+            read = validate_file(_Added, {"tokens": read_json(path, self.manifest)}, str(path))
             for text, place in read.tokens.items():
                 listed.setdefault(place, AddedToken(text, special=text in named))
         adding = [listed[index] for index in sorted(listed)]
         adding += [AddedToken(name, special=True, normalized=False) for name in named]
-        with _library_errors(self._path, quoted=True):
+        with library_errors(self.path, quoted=True):
             known = {token.content for token in self.raw.get_added_tokens_decoder().values()}
             for new in adding:
                 if new.content not in known:
@@ -172,7 +172,7 @@ class Tokenizer:
             UnicodeEncodeError, "prompt", "bytes that are not UTF-8", "UTF-8 text"
         ):
             text.encode("utf-8")
-        with _library_errors(self._path, quoted=False):
+        with library_errors(self.path, quoted=False):
             # One call of a batch lets other threads run meanwhile; a single one does not.
             (found,) = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(found.ids)
@@ -182,26 +182,12 @@ class Tokenizer:
 
         Raises ModelError where the tokenizer fails on them.
         """
-        with _library_errors(self._path, quoted=False):
+        with library_errors(self.path, quoted=False):
             return str(self.raw.decode(list(token_ids), skip_special_tokens=True))
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The model's chat template, and what stands beside it. Raises ModelError."""
-        from tee_side.engine.chat_template import ChatTemplate
-
-        return ChatTemplate(self._directory, self._manifest)
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the token ids of a conversation; raises what `ChatTemplate.render` raises."""
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
 
 
 @contextmanager
-def _library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
+def library_errors(path: Path, *, quoted: bool) -> Iterator[None]:
     """Turn what the library raises into a ModelError.
 
     `quoted`: with its message, which may hold the text that it works on. What it raises is a plain

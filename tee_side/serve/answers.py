@@ -17,6 +17,7 @@ from functools import cache, cached_property, partial
 from typing import TypeAlias
 
 from protocol.model.config import ModelConfig
+from tee_side.chat.template import ChatTemplate
 from tee_side.engine.embedding import Embedding
 from tee_side.engine.request import FinishReason, Logprob, NewToken, Request
 from tee_side.engine.tokenizer import TextStream, Tokenizer
@@ -119,6 +120,7 @@ class OfferedModel:
     policy: str
     config: ModelConfig
     tokenizer: Tokenizer
+    template: ChatTemplate
     max_model_len: int
     default_max_tokens: int
     system_fingerprint: str

@@ -243,7 +243,7 @@ def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
 def tokenizer_info(request: Request) -> dict[str, Any]:
     """Return what a client needs to write prompts by itself."""
     model = serving_of(request).model
-    info, size = model.tokenizer.chat_template.info(), model.tokenizer.raw.get_vocab_size()
+    info, size = model.template.info(), model.tokenizer.raw.get_vocab_size()
     return {**info, "vocab_size": size, "model_max_length": model.max_model_len}
 
 

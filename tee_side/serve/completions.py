@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import ModelError, TsqpError
+from tee_side.chat.template import Conversation
 from tee_side.engine.request import Request, SamplingSettings
 from tee_side.serve.answers import (
     AnswerForm,
@@ -103,8 +104,8 @@ def encode_chat(
     """Return the ids of a conversation. Raises ApiError."""
     turns = [_turn(message, f"body.messages.{at}") for at, message in enumerate(messages)]
     try:
-        return model.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=add_generation_prompt
+        return model.template.encode(
+            Conversation(messages=turns, add_generation_prompt=add_generation_prompt)
         )
     except ModelError:
         # The operator's to mend; a completion may still be asked for.

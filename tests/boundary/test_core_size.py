@@ -23,10 +23,10 @@ def test_a_shielded_run_imports_no_more_code_than_is_recorded(fresh_python: Fres
     assert {"tee_side.runner", "protocol.messages", "tsqp.cli.tee_runner"} <= files.keys()
     found = total(files.values())
     assert found <= RECORDED["core"]["imported"], "python -m tests.kit.core_size says what of it"
-    wings = ("tee_side.attest", "tee_side.serve", "tee_side.engine.chat_template")  # Jinja's
+    wings = ("tee_side.attest", "tee_side.chat", "tee_side.serve")
     assert not any(name.startswith(wings) for name in files)
     # Deferring an import is no reduction.
-    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "serve")}
+    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "chat", "serve")}
     rest = set(all_of("protocol", "tee_side")).difference(*apart.values())
     assert total(rest) <= RECORDED["core"]["whole"]
     for name, found_there in apart.items():

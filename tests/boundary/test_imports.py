@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "tee_side", "gpu_side")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-FORBIDDEN_MODULES = {"transformers", "huggingface_hub", "rich", "click", "enlighten", "jinja2"}
+FORBIDDEN_MODULES = {"transformers", "huggingface_hub", "rich", "click", "enlighten"}
 OTHERS = {
     "protocol": {"tee_side", "gpu_side", "tsqp"},
     "tee_side": {"gpu_side", "tsqp"},

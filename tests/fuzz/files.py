@@ -39,8 +39,8 @@ from protocol.model.checkpoint import (
     linear_tensors,
 )
 from protocol.model.config import read_config
-from tee_side.engine.chat_template import CONFIG_FILE, TEMPLATE_FILE
-from tee_side.engine.tokenizer import TOKENIZER_FILE, TextStream, Tokenizer
+from tee_side.chat.template import TEMPLATE_FILES, ChatTemplate, Conversation
+from tee_side.engine.tokenizer import CONFIG_FILE, TOKENIZER_FILE, TextStream, Tokenizer
 from tee_side.policy.placement import load_policy
 from tee_side.protect.pads import bank_files
 from tee_side.protect.pads.bank import BankFile, read_bank_status
@@ -142,9 +142,9 @@ def _tokenizer(case: Case) -> str:
 def _template(case: Case) -> str:
     _put("template", TOKENIZER_FILE, TOKENIZER.seeds()[0][0])
     _put("template", CONFIG_FILE, b'{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
-    tokenizer = Tokenizer(_put("template", TEMPLATE_FILE, case[0]).parent)
+    tokenizer = Tokenizer(_put("template", TEMPLATE_FILES["default"], case[0]).parent)
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
-    return f"{min(3, len(tokenizer.apply_chat_template(messages)))} ids"
+    return f"{min(3, len(ChatTemplate(tokenizer).encode(Conversation(messages=messages))))} ids"
 
 
 _LAYOUT = PadLayout((SiteShape(0, "o_proj", 3, 2), SiteShape(1, "qkv_proj", 2, 5)))

@@ -33,7 +33,7 @@ from protocol.channel import NOT_PUT
 from protocol.encoding import decode_reply
 from protocol.model.checkpoint import EMBEDDING, Checkpoint
 from protocol.stream import StreamChannel
-from tee_side.engine.chat_template import TEMPLATE_FILE
+from tee_side.chat.template import TEMPLATE_FILES
 from tee_side.engine.engine import Engine
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.protect.pads.store import PadStore
@@ -319,7 +319,7 @@ class Served:
         self._audit_key.write_text(AUDIT_KEY.encode(random.Random(seed + 1).randbytes(32)))
         for path in (self._keys, self._audit_key):
             path.chmod(0o600)
-        (folder / "model" / TEMPLATE_FILE).write_text(_TEMPLATE, encoding="utf-8")
+        (folder / "model" / TEMPLATE_FILES["default"]).write_text(_TEMPLATE, encoding="utf-8")
 
     def fetch(self, url: str) -> bytes:
         with urllib.request.urlopen(url, timeout=5) as answer:

@@ -97,7 +97,7 @@ def main() -> None:
     for name, file in sorted(files.items()):
         print(f"{total([file]):6}  {name}")  # noqa: T201
     print(f"{total(files.values()):6}  imported by a shielded run")  # noqa: T201
-    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "serve")}
+    apart = {name: set(all_of(f"tee_side/{name}")) for name in ("attest", "chat", "serve")}
     whole = set(all_of("protocol", "tee_side")).difference(*apart.values())
     print(f"{total(whole):6}  all of protocol and tee_side, without {' and '.join(apart)}")  # noqa: T201
     for name, there in apart.items():

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.request import SamplingSettings
 from tee_side.policy.placement import load_policy
 from tee_side.runner import Runner, RunnerSettings
@@ -49,7 +50,7 @@ def running() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def _events(runner: Runner, body: dict[str, Any]) -> Iterator[str]:
     yield _event({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
-    prompt_ids = runner.tokenizer.apply_chat_template(body["messages"])
+    prompt_ids = ChatTemplate(runner.tokenizer).encode(Conversation(messages=body["messages"]))
     sampling = SamplingSettings(temperature=body["temperature"], seed=0)
     generation = runner.generate(prompt_ids, max_new_tokens=body["max_tokens"], sampling=sampling)
     for piece in generation:

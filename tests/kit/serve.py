@@ -17,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from protocol.errors import EndpointError, PromptError
 from protocol.model.config import read_config
+from tee_side.chat.template import ChatTemplate
 from tee_side.engine.request import Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.answers import OfferedModel
@@ -47,6 +48,11 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
+def template() -> ChatTemplate:
+    return ChatTemplate(tokenizer())
+
+
+@cache
 def model(**changes: Any) -> OfferedModel:
     config = read_config(model_directory("demo"))
     fields = {
@@ -54,6 +60,7 @@ def model(**changes: Any) -> OfferedModel:
         "policy": "shielded",
         "config": config,
         "tokenizer": tokenizer(),
+        "template": template(),
         "max_model_len": config.context_length,
         "default_max_tokens": 64,
         "system_fingerprint": "fp-avx2",

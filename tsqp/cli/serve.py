@@ -28,7 +28,6 @@ from tsqp.run.settings import TextSettings, model_directory
 
 if TYPE_CHECKING:
     from tee_side.engine.generation import Generation, GenerationResult
-    from tee_side.engine.tokenizer import Tokenizer
     from tee_side.runner import Runner
 
 
@@ -161,24 +160,24 @@ def chat(*, settings: TextSettings, system: str | None) -> None:
     error: TsqpError | None = None
     in_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     with open_runner(settings, loaded, None, idles=True) as runner:
-        conversation = Conversation(runner, settings, system, in_terminal=in_terminal)
+        session = Session(runner, settings, system, in_terminal=in_terminal)
         try:
-            conversation.run(_terminal_reader() if in_terminal else read_line)
+            session.run(_terminal_reader() if in_terminal else read_line)
         except TsqpError as found:
             error = found
             raise
         finally:
             # Whatever ends the conversation (a lost service, Ctrl-C): what was said is still shown.
-            if settings.as_json and (conversation.turns or error):
+            if settings.as_json and (session.turns or error):
                 said: dict[str, object] = {
-                    "messages": conversation.messages,
-                    "turns": [turn.model_dump() for turn in conversation.turns],
+                    "messages": session.messages,
+                    "turns": [turn.model_dump() for turn in session.turns],
                 }
                 said |= {"error": describe_error(error)} if error else {}
                 click.echo(json.dumps(said))
 
 
-class Conversation:
+class Session:
     """What was said, and how much of it the model is still told.
 
     `in_terminal`: lines that begin with / are commands, Ctrl-C stops an answer, and what can be put
@@ -188,7 +187,10 @@ class Conversation:
     def __init__(
         self, runner: Runner, settings: TextSettings, system: str | None, *, in_terminal: bool
     ) -> None:
+        from tsqp.run.conversations import chat_template
+
         self._runner = runner
+        self._template = chat_template(settings, runner.tokenizer)
         self._settings = settings
         self._in_terminal = in_terminal
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -243,7 +245,7 @@ class Conversation:
     def answer(self, line: str) -> None:
         """Generate an answer to a message, and keep both."""
         user = {"role": "user", "content": line}
-        ids, forgotten = self._fitting(user, self._runner.tokenizer)
+        ids, forgotten = self._fitting(user)
         if forgotten > self._forgotten:
             turns = (forgotten - self._forgotten) // 2
             tell(f"the context is full: the oldest {turns} turn(s) are not told to the model")
@@ -259,17 +261,19 @@ class Conversation:
         self.turns.append(result)
         self._said += [user, {"role": "assistant", "content": result.text or ""}]
 
-    def _fitting(self, user: Message, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    def _fitting(self, user: Message) -> tuple[list[int], int]:
         """Return the prompt, and how many messages had to be left out for it.
 
         The oldest turns are, until a quarter of the context is free, or `--max-new-tokens`.
         """
+        from tee_side.chat.template import Conversation
+
         context = self._runner.config.context_length
         room = context - min(self._settings.max_new_tokens, context // 4)
         forgotten = self._forgotten
         while True:
             told = [*self._system, *self._said[forgotten:], user]
-            ids = tokenizer.apply_chat_template(told)
+            ids = self._template.encode(Conversation(messages=told))
             if len(ids) <= room or forgotten >= len(self._said):
                 return ids, forgotten
             forgotten += 2

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from protocol.errors import EndpointError
 from protocol.model.config import read_config
+from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.policy.placement import Policy, load_policy
 from tsqp.demo.programs import (
@@ -251,8 +252,8 @@ class Stage:
 
             tokens = stream_chat(url, SAID, self._max_new_tokens, show)
         console.print(panel())
-        prompt_ids = Tokenizer(model_directory("demo")).apply_chat_template(
-            [{"role": "user", "content": SAID}]
+        prompt_ids = ChatTemplate(Tokenizer(model_directory("demo"))).encode(
+            Conversation(messages=[{"role": "user", "content": SAID}])
         )
         return compare_served(policy.name, tokens, self._quietly(CLEAR_INTEGERS, prompt_ids))
 

@@ -33,6 +33,7 @@ from protocol.channel import Channel
 from protocol.errors import TsqpError
 from protocol.messages import FUSED_MODULES, Request
 from protocol.prepared import Payload, PreparedRequest
+from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.generation import PadTotals, Totals
 from tee_side.model.batch import kv_bytes
 from tee_side.runner import Runner
@@ -194,6 +195,7 @@ def page_routes(feed: Feed, runner: Runner) -> list[Route]:
     """Return `/`, and what the page asks for. Raises OSError for a page that is not installed."""
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     headers, matcher = page_headers(page), VocabularyMatcher(runner.settings.model)
+    template = ChatTemplate(matcher.tokenizer)
 
     def show(_: HttpRequest) -> Response:
         return HTMLResponse(page, headers=headers)
@@ -214,7 +216,7 @@ def page_routes(feed: Feed, runner: Runner) -> list[Route]:
             return _refused(PAGE_HEADER, "32 hex digits")
 
         def attack() -> dict[str, Any]:
-            prompt_ids = matcher.tokenizer.apply_chat_template(said.messages)
+            prompt_ids = template.encode(Conversation(messages=said.messages))
             found = matcher.read(feed.inputs(owner), prompt_ids, said.answer)
             return {"prompt_ids": prompt_ids, "read": found and asdict(found)}
 

@@ -43,6 +43,7 @@ from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.schema import ApiError, loading
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
+from tsqp.run.conversations import chat_template
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.server_settings import ServeSettings
@@ -282,6 +283,7 @@ def _app(
         policy=policy.name,
         config=config,
         tokenizer=runner.tokenizer,
+        template=chat_template(settings, runner.tokenizer),
         max_model_len=runner.engine.context,
         default_max_tokens=settings.default_max_tokens,
         system_fingerprint=_fingerprint(runner),

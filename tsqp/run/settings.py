@@ -281,6 +281,14 @@ class RunSettings(ComputeSettings):
         "Cut a step into so many parts that overlap: the TEE works on one while the services work"
         " on others.",
     )
+    template_date: str | None = setting(
+        None,
+        "The date that a chat template is told, so that prompts repeat; default: the clock's.",
+        metavar="YYYY-MM-DD",
+    )
+    control_tokens_in_content: bool = setting(
+        False, "Let texts of messages become the control tokens that they name: a forged turn, too."
+    )
     max_kv_mib: Count | None = local(
         None, "Memory for keys and values of all sequences; default: 80 % of what is available."
     )

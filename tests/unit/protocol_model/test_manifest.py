@@ -25,6 +25,7 @@ from protocol.model.checkpoint import (
 )
 from protocol.model.config import read_config
 from protocol.model.weights import load_quantized, load_tensor
+from tee_side.chat.template import ChatTemplate
 from tee_side.engine.embedding import read_embedding
 from tee_side.engine.tokenizer import Tokenizer
 from tests.kit.model import KINDS, Models
@@ -43,6 +44,7 @@ _FILES = {
     "modules.json": json.dumps(_MODULES),
     "1_Pooling/config.json": '{"pooling_mode": "mean"}',
     "config_sentence_transformers.json": "{}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
 }
 
 
@@ -55,8 +57,8 @@ def directory(directory: Path) -> Path:
     """A model with all the small files that there may be."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(model_directory("demo") / name, directory / name)
-    (directory / "1_Pooling").mkdir()
     for name, content in _FILES.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(content)
     there = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert there == {*PINNED_FILES, SINGLE_FILE}
@@ -172,8 +174,9 @@ FILE_READERS: dict[str, Callable[[Path, Manifest], object]] = {
     "config.json": read_config,
     "generation_config.json": read_config,
     "tokenizer.json": Tokenizer,
-    "tokenizer_config.json": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
-    "chat_template.jinja": lambda d, m: Tokenizer(d, m).apply_chat_template([]),
+    "tokenizer_config.json": lambda d, m: ChatTemplate(Tokenizer(d, m)),
+    "chat_template.jinja": lambda d, m: ChatTemplate(Tokenizer(d, m)),
+    "additional_chat_templates/tool_use.jinja": lambda d, m: ChatTemplate(Tokenizer(d, m)),
     **dict.fromkeys(("special_tokens_map.json", "added_tokens.json"), Tokenizer),
     **dict.fromkeys(
         ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"), _embedding

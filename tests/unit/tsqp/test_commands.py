@@ -21,7 +21,7 @@ from tests.kit.rows import each_row
 from tsqp.catalogue import MaskEntry
 from tsqp.cli.gpu_service import MIB, GpuServiceSettings, queue_limits
 from tsqp.cli.main import command
-from tsqp.cli.serve import Conversation
+from tsqp.cli.serve import Session
 from tsqp.key_files import AUDIT_KEY, SEAL_KEY
 from tsqp.run.settings import TextSettings, model_directory
 
@@ -152,7 +152,8 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
     answer, runner = mock.Mock(), mock.MagicMock()
     settings = TextSettings(model="demo", max_new_tokens=1)
     runner.config.context_length = 5  # words, one of them for the answer
-    runner.tokenizer.apply_chat_template = lambda told: " ".join(m["content"] for m in told).split()
+    template = mock.Mock()
+    template.encode = lambda said: " ".join(m["content"] for m in said.messages).split()
     runner.generate.side_effect = [answer, answer, lost, answer, answer, answer]
 
     def interrupted(*_: object) -> mock.Mock:
@@ -162,8 +163,11 @@ def test_a_chat_in_a_terminal_goes_on_without_its_oldest_turns(capsys: Any) -> N
     lines = iter(
         ["a", "b", "c C", "c C", "d", "/stats", "/help", "/clear", "e", "/system X", "/quit"]
     )
-    with mock.patch.multiple("tsqp.cli.serve", stream=interrupted, sampling_of=mock.Mock()):
-        made = Conversation(runner, settings, "Be.", in_terminal=True)
+    with (
+        mock.patch.multiple("tsqp.cli.serve", stream=interrupted, sampling_of=mock.Mock()),
+        mock.patch("tsqp.run.conversations.chat_template", return_value=template),
+    ):
+        made = Session(runner, settings, "Be.", in_terminal=True)
         made.run(lambda: next(lines))
     told = [" ".join(one.args[0]) for one in runner.generate.call_args_list]
     assert told == ["Be. a", "Be. a so b", "Be. c C", "Be. c C", "Be. d", "Be. e"]

@@ -1,4 +1,4 @@
-"""Text in and out: as it comes, never taken back; chat templates equal transformers'."""
+"""Text in and out: as it comes, never taken back."""
 
 import itertools
 import json
@@ -18,8 +18,8 @@ from hypothesis import example, given
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from protocol.errors import ModelError, PromptError
-from tee_side.engine import chat_template
+from protocol.errors import ModelError
+from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.request import SamplingSettings
 from tee_side.engine.step import Sampled, Sequence
 from tee_side.engine.tokenizer import TextStream, Tokenizer
@@ -81,76 +81,6 @@ def test_a_text_is_what_its_tokens_say_as_bytes_and_as_they_come(
     assert streamed + stream.flush() == whole == text
 
 
-def test_a_conversation_is_rendered_as_transformers_does(directory: Path, tmp_path: Path) -> None:
-    """A template file wins over the one in the configuration."""
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}<|assistant|>")
-    for path in (directory, tmp_path):
-        tokenizer, reference = Tokenizer(path), PreTrainedTokenizerFast.from_pretrained(path)
-        for add in (True, False):
-            for messages in (MESSAGES, MESSAGES[1:2]):
-                asked: dict[str, Any] = {"add_generation_prompt": add}
-                expected = reference.apply_chat_template(messages, tokenize=False, **asked)
-                assert tokenizer.chat_template.render(messages, **asked) == expected
-                ids = reference.apply_chat_template(messages, return_dict=False, **asked)
-                assert tokenizer.apply_chat_template(messages, **asked) == ids
-    assert tokenizer.chat_template.render(MESSAGES) == "be brief<|assistant|>"
-
-
-_DAMAGED = "chat_template.jinja: got Template"
-_ENDLESS = r"chat template: got no end after 0\.2 s"
-_LOOP, _END = "{% for i in range(99999) %}", "{% endfor %}"
-_CALLS = "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
-# A number of 8,000 bits: one larger than others may be made, and no operation takes it.
-_LARGE = "{% set n = 2 ** 2000 * 2 ** 2000 %}{% set m = n * n %}"
-
-
-@each_row(
-    ("template", "error", "said"),
-    [
-        # What it says of the messages is not shown.
-        ("{{ raise_exception(messages[0].content) }}", PromptError, "TemplateError .* not shown"),
-        ("{{ messages[0][messages[0].content] + 1 }}", PromptError, "not shown"),
-        ("{{ 1 / 0 }}", PromptError, "ZeroDivisionError"),
-        # It cannot leave its sandbox.
-        ("{{ messages.append(1) }}", PromptError, "SecurityError"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", PromptError, "SecurityError"),
-        ("{% include 'config.json' %}", PromptError, "TypeError"),
-        # No other conversation would help.
-        ("{% if %}", ModelError, _DAMAGED),
-        ("{{ messages | no_such_filter }}", ModelError, _DAMAGED),
-        # It has to end.
-        (_LOOP + _LOOP + _END + _END, ModelError, _ENDLESS),
-        (_CALLS + "{{ f(60) }}", ModelError, _ENDLESS),
-        (_LOOP + "{% set x = range(99999) | map('int') | list %}" + _END, ModelError, _ENDLESS),
-        (_LOOP + "x" * 100_000 + _END, ModelError, "more than 16777216 characters"),
-        # The watch sees lines of Python alone, not how long one takes.
-        ("{{ 10 ** (10 ** 10) }}", PromptError, "OverflowError"),
-        ("{{ 'x' * 10 ** 10 }}", PromptError, "OverflowError"),
-        ("{{ 10 ** 10 * [1] }}", PromptError, "OverflowError"),
-        (_LARGE + "{{ m ** 2 }}", PromptError, "OverflowError"),
-        ("{{ 'ab' * 2 }} {{ 2 ** 10 }} {{ 3 * 4 }} {{ 1.5 * 2 }}", None, "abab 1024 12 3.0"),
-    ],
-)
-def test_what_a_template_may_do(
-    directory: Path, tmp_path: Path, template: str, error: type[Exception] | None, said: str
-) -> None:
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer, before = Tokenizer(tmp_path), sys.gettrace()
-    messages = [{"role": "tool", "content": CANARY}]
-    if error is None:
-        assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == said
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "_TEMPLATE_SECONDS", 0.2 if said == _ENDLESS else 10.0)
-        with pytest.raises(error, match=said) as caught:
-            tokenizer.apply_chat_template(messages)
-    assert str(tmp_path) in str(caught.value)
-    assert CANARY not in "".join(traceback.format_exception(caught.value))
-    assert sys.gettrace() is before
-
-
 @each_row(
     ("file", "content", "said"),
     [
@@ -185,7 +115,7 @@ def test_a_file_that_is_missing_or_damaged_is_named(
     if content is not None:
         (tmp_path / file).write_bytes(content)
     with pytest.raises(ModelError, match=said) as caught:
-        Tokenizer(tmp_path).apply_chat_template(MESSAGES)
+        ChatTemplate(Tokenizer(tmp_path)).encode(Conversation(messages=MESSAGES))
     assert str(tmp_path) in caught.value.where
 
 

@@ -13,6 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tee_side.attest.statement import Receipt, verify_receipt
+from tee_side.chat.template import Conversation
 from tee_side.engine.request import Logprob
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.exchange import Serving
@@ -32,6 +33,7 @@ from tests.kit.serve import (
     logprob,
     model,
     serving,
+    template,
     tokenizer,
 )
 
@@ -242,7 +244,7 @@ def test_vllm_s_tokenize_counts_and_adds_special_tokens_unless_it_is_told_not_to
     assert [piece["piece"] for piece in pieces[-2:]] == [[0xC3], [0xA9]]
     for add in (True, False):
         body = _post("/tokenize", messages=CHAT, add_generation_prompt=add).json()
-        expected_ids = tokenizer().apply_chat_template(CHAT, add_generation_prompt=add)
+        expected_ids = template().encode(Conversation(messages=CHAT, add_generation_prompt=add))
         assert body["tokens"] == expected_ids
     assert _post("/detokenize", tokens=IDS).json() == {"prompt": TEXT, "content": TEXT}
     assert _post("/detokenize", tokens=[1024]).error()["param"] == "body.tokens"

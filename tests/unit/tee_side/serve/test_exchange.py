@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import LimitError, PromptError
+from tee_side.chat.template import Conversation
 from tee_side.engine.request import NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.app import create_app
@@ -32,6 +33,7 @@ from tests.kit.serve import (
     in_a_loop,
     model,
     serving,
+    template,
     tokenizer,
 )
 
@@ -358,7 +360,7 @@ def test_roles_parts_and_names_reach_the_template() -> None:
     (request,), (without,) = (
         asked(chat, messages=messages, add_generation_prompt=add) for add in (None, False)
     )
-    assert list(request.prompt_ids) == tokenizer().apply_chat_template(plain)
+    assert list(request.prompt_ids) == template().encode(Conversation(messages=plain))
     assert request.prompt_ids == (*without.prompt_ids, *encoded("<|assistant|>")[1:])
 
 
