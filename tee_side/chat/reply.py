@@ -1,0 +1,125 @@
+"""What a model's text is, as it comes: thinking, an answer, calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tee_side.chat.calls import CallPiece, CallReader, unfinished
+from tee_side.engine.tokenizer import TextStream, Tokenizer
+
+# Around what a model thinks. A template that has the second one is that of a model which does.
+THINKING = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<thought>", "</thought>"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a reply. `calls`: see CallPiece."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[CallPiece] = ()
+
+
+class ReplyReader:
+    """Reads a reply: thinking first, if there is any, between `thinking`'s signs; then text, calls.
+
+    `inside`: the prompt has begun the thinking. `calls`: reads what follows it. White space around
+    thinking belongs to neither.
+    """
+
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None = None,
+        *,
+        inside: bool = False,
+        calls: CallReader | None = None,
+    ) -> None:
+        self._signs, self._calls = thinking, calls
+        self._held = ""
+        # Where it is: at the beginning, in thinking, or behind both.
+        self._at = "text" if thinking is None else "thinking" if inside else "start"
+        # White space at the beginning of a part is left out.
+        self._fresh = thinking is not None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the next token belongs to the thinking."""
+        return self._at == "thinking"
+
+    @property
+    def called(self) -> bool:
+        """Whether a tool was called."""
+        return self._calls is not None and self._calls.calls > 0
+
+    def feed(self, text: str, *, final: bool = False) -> Piece:
+        """Take a piece, `final` for the last one, and return what is decided."""
+        self._held += text
+        reasoning = ""
+        if self._at == "start" and self._signs is not None:
+            start, begin = self._held.lstrip(), self._signs[0]
+            if start.startswith(begin):
+                self._at, self._held = "thinking", start[len(begin) :]
+            elif final or not begin.startswith(start):
+                self._at, self._fresh = "text", False
+        if self._at == "thinking" and self._signs is not None:
+            reasoning = self._think(self._signs[1], final=final)
+        if self._at != "text":
+            return Piece(reasoning=reasoning)
+        if self._fresh:
+            self._held = self._held.lstrip()
+            self._fresh = not self._held
+        said, self._held = self._held, ""
+        if self._calls is None:
+            return Piece(said, reasoning)
+        content, calls = self._calls.feed(said, final=final)
+        return Piece(content, reasoning, calls)
+
+    def _think(self, end: str, *, final: bool) -> str:
+        """Return thinking; behind its end, the rest is held."""
+        held = self._held.lstrip() if self._fresh else self._held
+        thought, found, rest = held.partition(end)
+        if found:
+            self._at, self._held, self._fresh = "text", rest, True
+            return thought.rstrip()
+        open_end = 0 if final else unfinished(held, (end,))
+        thought = held[: len(held) - open_end].rstrip()
+        self._held = "" if final else held[len(thought) :]
+        self._fresh = self._fresh and not thought
+        return thought
+
+
+class MarkedStream(TextStream):
+    """A stream of text that shows some of the special tokens, by their names.
+
+    `shown`: the ids of these, and what they stand for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        shown: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, stop, before)
+        self._shown_ids = shown or {}
+
+    def feed(self, token_id: int) -> str:
+        """Add a token, and return the text that can be shown now."""
+        if (name := self._shown_ids.get(token_id)) is None:
+            return super().feed(token_id)
+        text, self._read = self._new_text(), len(self._ids)
+        return self._show(text + name)
+
+
+def special_among(tokenizer: Tokenizer, names: Iterable[str]) -> dict[int, str]:
+    """Return those of the names that are special tokens, by their ids."""
+    added, wanted = tokenizer.raw.get_added_tokens_decoder().items(), frozenset(names)
+    return {i: one.content for i, one in added if one.special and one.content in wanted}
