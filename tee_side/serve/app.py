@@ -29,17 +29,10 @@ from tee_side.serve.completions import (
     encode_text,
     require_model,
 )
+from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
-from tee_side.serve.schema import (
-    ApiError,
-    DetokenizeRequest,
-    ErrorBody,
-    TokenizeRequest,
-    answer_errors,
-    of_engine,
-    require,
-)
+from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
 

@@ -25,20 +25,18 @@ from tee_side.serve.answers import (
     StreamedAnswer,
     WholeAnswer,
 )
+from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
 from tee_side.serve.grammar import GrammarKind, GrammarMatcher
 from tee_side.serve.schema import (
     GRAMMARS,
     SAMPLING,
-    ApiError,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
     Generating,
     Prompt,
-    of_engine,
-    require,
 )
 from tee_side.serve.watch import RequestWatch
 

@@ -18,9 +18,9 @@ from protocol.errors import EngineError, TsqpError
 from tee_side.engine.request import Request
 from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
 from tee_side.serve.background import BackgroundEngine, Delivery, QueueFullError, Ticket
+from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.grammar import GrammarKind, GrammarMatcher
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
-from tee_side.serve.schema import ApiError, loading, of_engine
 from tee_side.serve.watch import RequestWatch, Watch
 
 _DONE = "data: [DONE]\n\n"

@@ -64,7 +64,7 @@ from tee_side.attest.statement import (
     key_digest,
     report_data,
 )
-from tee_side.serve.schema import ApiError
+from tee_side.serve.errors import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from starlette.requests import Request
 
 from tee_side.serve.app import create_app
+from tee_side.serve.errors import ApiError
 from tee_side.serve.identity import ReceiptChain, Sealing
-from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import HpkeKey
 from tests.kit.http_proxy import HttpProxy, http_proxy
 from tests.kit.rows import each_row

@@ -23,10 +23,10 @@ from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import create_app
 from tee_side.serve.background import Delivery, EngineStats, State
+from tee_side.serve.errors import ApiError
 from tee_side.serve.exchange import Serving
 from tee_side.serve.grammar import GrammarKind
 from tee_side.serve.identity import Sealing
-from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CONTENT_TYPE,
     SALT_BYTES,

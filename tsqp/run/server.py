@@ -36,11 +36,11 @@ from tee_side.serve.answers import OfferedModel
 from tee_side.serve.app import Guarded, create_app
 from tee_side.serve.audit_log import AuditLog
 from tee_side.serve.background import BackgroundEngine, State
+from tee_side.serve.errors import ApiError, loading
 from tee_side.serve.exchange import Serving, anyone
 from tee_side.serve.grammar import GrammarCompiler
 from tee_side.serve.identity import Attestation, Identity, Sealing
 from tee_side.serve.keys import ApiKeys, Limits
-from tee_side.serve.schema import ApiError, loading
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
 from tsqp.run.conversations import chat_template

@@ -27,17 +27,15 @@ from tee_side.attest.statement import Claims
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import schema
 from tee_side.serve.app import _GUARDED, create_app
+from tee_side.serve.errors import ApiError, of_engine, of_validation
 from tee_side.serve.identity import Attestation
 from tee_side.serve.keys import RateLimitError
 from tee_side.serve.schema import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
     TokenizeRequest,
-    of_engine,
-    of_validation,
 )
 from tests.kit.evidence import identity
 from tests.kit.rows import each_row

@@ -18,8 +18,8 @@ from protocol.encoding import pack
 from protocol.errors import ProtocolError
 from tee_side.serve import identity as module
 from tee_side.serve.app import create_app
+from tee_side.serve.errors import ApiError
 from tee_side.serve.identity import WINDOW_S, Sealing
-from tee_side.serve.schema import ApiError
 from tee_side.serve.sealed import (
     CHUNK_BYTES,
     CONTENT_TYPE,
