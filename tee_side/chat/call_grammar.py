@@ -14,7 +14,7 @@ from protocol.errors import PromptError
 from tee_side.chat.calls import CallForm, Tools
 
 # A small model would go on with spaces until its last token. Forty are an indentation.
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
 _ANY = "/(?s:.*)/"
 
 
@@ -52,10 +52,19 @@ class ReplyGrammar:
         rest = f"{self.until(signs[1])} SPACE"
         return rest if inside else f"(SPACE {self.written(signs[0])} {rest})?"
 
-    def calls(self, form: CallForm, tools: Tools, *, one: bool, free: bool) -> str:
-        """Return what stands for calls: `one` at most. `free`: or for a text without any.
+    def calls(
+        self,
+        form: CallForm,
+        tools: Tools,
+        *,
+        one: bool,
+        free: bool,
+        answer: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return what stands for calls, `one` at most.
 
-        Raises PromptError where a text cannot be told from a call.
+        `free`: or for a reply without any, a text, or an `answer` by its schema. Raises PromptError
+        where a text cannot be told from a call.
         """
         before, call, between, behind = form.written
         for number, (name, schema) in enumerate(tools.items()):
@@ -67,6 +76,9 @@ class ReplyGrammar:
         section = f"{self.written(before)} call {more} {self.written(behind)}"
         if not free:
             return section
+        if answer is not None:
+            self.rules["answer"] = _json(answer)
+            return f"({section} | answer)"
         if form.bare:
             self.rules["OTHER"] = r"/([^ \n{](?s:.*))?/"
             return f"({section} | OTHER)"

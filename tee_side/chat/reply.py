@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tee_side.chat.calls import CallPiece, CallReader, unfinished
 from tee_side.engine.tokenizer import TextStream, Tokenizer
@@ -25,6 +25,20 @@ class Piece:
     content: str = ""
     reasoning: str = ""
     calls: Sequence[CallPiece] = ()
+
+
+def whole_reply(pieces: Iterable[Piece]) -> Piece:
+    """Put pieces of a reply together, those of each call among them."""
+    content, reasoning, calls = "", "", list[CallPiece]()
+    for piece in pieces:
+        content, reasoning = content + piece.content, reasoning + piece.reasoning
+        for one in piece.calls:
+            if one.id is not None:
+                calls.append(one)
+            else:
+                said = calls[one.index].arguments + one.arguments
+                calls[one.index] = replace(calls[one.index], arguments=said)
+    return Piece(content, reasoning, calls)
 
 
 class ReplyReader:
@@ -106,7 +120,7 @@ class MarkedStream(TextStream):
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         before: Sequence[int] = (),
-        shown: dict[int, str] | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(tokenizer, stop, before)
         self._shown_ids = shown or {}
@@ -119,7 +133,8 @@ class MarkedStream(TextStream):
         return self._show(text + name)
 
 
-def special_among(tokenizer: Tokenizer, names: Iterable[str]) -> dict[int, str]:
-    """Return those of the names that are special tokens, by their ids."""
-    added, wanted = tokenizer.raw.get_added_tokens_decoder().items(), frozenset(names)
-    return {i: one.content for i, one in added if one.special and one.content in wanted}
+def special_among(tokenizer: Tokenizer, text: str | None = None) -> dict[int, str]:
+    """Return the special tokens that stand in a text, by their ids; None: all there are."""
+    added = tokenizer.raw.get_added_tokens_decoder().items()
+    special = {token_id: one.content for token_id, one in added if one.special}
+    return special if text is None else {i: name for i, name in special.items() if name in text}

@@ -216,9 +216,11 @@ class TextStream:
 
     What it returns never has to be taken back: a character that is split over tokens waits for its
     end, and what could be the beginning of a stop string until it is decided. `before`: the ids
-    that the text goes on behind. The tokenizer library's own DecodeStream raises where bytes turn
-    out to be no UTF-8.
+    that the text goes on behind. `keeps_stop`: the stop string is part of it. The tokenizer
+    library's own DecodeStream raises where bytes turn out to be no UTF-8.
     """
+
+    keeps_stop = False
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
@@ -268,7 +270,7 @@ class TextStream:
         found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
         if found:
             self.found, self._held = True, ""
-            return held[: min(found)[1]]
+            return held[: min(found)[0 if self.keeps_stop else 1]]
         beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
         keep = max((len(one) for one in beginnings if held.endswith(one)), default=0)
         self._held = held[len(held) - keep :]

@@ -9,17 +9,20 @@ from __future__ import annotations
 import base64
 import json
 import re
+import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from protocol.model.config import ModelConfig
+from tee_side.chat.calls import CallPiece, form_of
+from tee_side.chat.reply import THINKING, MarkedStream, Piece, ReplyReader, whole_reply
 from tee_side.chat.template import ChatTemplate
 from tee_side.engine.embedding import Embedding
-from tee_side.engine.request import FinishReason, Logprob, NewToken, Request
+from tee_side.engine.request import FinishReason, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.serve.background import Delivery
 
@@ -93,18 +96,21 @@ def number(logprob: float) -> str:
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of an HTTP request; `cached`: of the prompt, those that were not computed again."""
+    """Tokens of an HTTP request.
+
+    `cached`: of the prompt, those that were not computed again; `reasoning`: of the completion,
+    those of thinking.
+    """
 
     prompt: int
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
 
     def rounded(self, to: int) -> TokenCounts:
         """Return them as multiples of `to`, rounded up."""
-        prompt, completion, cached = (
-            n + -n % to for n in (self.prompt, self.completion, self.cached)
-        )
-        return TokenCounts(prompt, completion, min(cached, prompt))
+        prompt, completion, cached, reasoning = (n + -n % to for n in astuple(self))
+        return TokenCounts(prompt, completion, min(cached, prompt), min(reasoning, completion))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +119,8 @@ class OfferedModel:
 
     `max_model_len`: tokens of a prompt and its completion. `default_max_tokens`: of a chat's answer
     where the client names no limit. `created`: seconds since 1970. `read_embedding`: reads how
-    texts become vectors.
+    texts become vectors. `tool_parser`: the form of its calls, None for what its template shows.
+    `reasoning_effort`, `sampling`: what holds where a request says nothing.
     """
 
     name: str
@@ -126,6 +133,20 @@ class OfferedModel:
     system_fingerprint: str
     created: int
     read_embedding: Callable[[], Embedding] = Embedding
+    tool_parser: str | None = None
+    reasoning_effort: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def call_form(self) -> str | None:
+        """How it writes calls of tools, a name in CALL_FORMS; None where nothing is known."""
+        return self.tool_parser or form_of(self.template.source(with_tools=True))
+
+    @cached_property
+    def thinking(self) -> tuple[str, str] | None:
+        """The signs around its thinking, None for a model that does not think."""
+        source = self.template.source(with_tools=False)
+        return next((signs for signs in THINKING if signs[1] in source), None)
 
     @cached_property
     def embedding(self) -> Embedding:
@@ -147,14 +168,40 @@ class OfferedModel:
 Entry: TypeAlias = tuple[str, ...]
 
 _FINISH: dict[FinishReason | None, str] = {None: "null", "stop": '"stop"', "length": '"length"'}
+# Events are filled up to a multiple of so many bytes.
+_FILLED_TO = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How an answer is written, beside its endpoint's form.
+
+    `reader`: makes what tells thinking, text and calls apart, None for text alone. `shown`: special
+    tokens that are text, by their ids. `keeps_stop`: a stop string is part of the text. `echo`:
+    what each choice begins with, by prompt. `usage`: a stream tells the counts at its end, as
+    others do; `running_usage`: in each chunk, too. `filled`: random letters fill events up.
+    `prompt_logprobs`: how many of the likeliest are told of each token of a prompt, None for none.
+    `ids`: token ids are told; `names_are_ids`: in place of what tokens are.
+    """
+
+    reader: Callable[[], ReplyReader] | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
+    keeps_stop: bool = False
+    echo: Sequence[str] | None = None
+    usage: bool = True
+    running_usage: bool = False
+    filled: bool = False
+    prompt_logprobs: int | None = None
+    ids: bool = False
+    names_are_ids: bool = False
 
 
 # Forms: how an endpoint writes what all of them have. Everything is JSON.
 #   entry      a token's log-probabilities; None for the first token of a prompt, which has none
 #   logprobs   those of several tokens; the form may write null
 #   opening    the delta that a stream's choice begins with, behind its index
-#   delta      the text of a chunk's choice, behind its index
-#   whole      the text of a whole choice, behind its index
+#   delta      a chunk's piece of a choice, behind its index
+#   whole      a whole choice, behind its index
 
 
 class CompletionForm:
@@ -188,11 +235,13 @@ class CompletionForm:
     # The first chunk has text.
     opening = None
 
-    def delta(self, text: str) -> str:
+    def delta(self, piece: Piece) -> str:
         """Write the text."""
-        return f'"text":{json.dumps(text)}'
+        return f'"text":{json.dumps(piece.content)}'
 
-    whole = delta
+    def whole(self, pieces: Sequence[Piece]) -> str:
+        """Write the text."""
+        return f'"text":{json.dumps("".join(piece.content for piece in pieces))}'
 
 
 class ChatForm:
@@ -217,13 +266,40 @@ class ChatForm:
 
     opening = '"delta":{"role":"assistant","content":""}'
 
-    def delta(self, text: str) -> str:
-        """Write the text of a chunk."""
-        return f'"delta":{{"content":{json.dumps(text)}}}'
+    def delta(self, piece: Piece) -> str:
+        """Write a chunk: text, unless there is something else alone."""
+        said: dict[str, Any] = {}
+        if piece.reasoning:
+            said |= {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+        if piece.calls:
+            said["tool_calls"] = [_chunk_of_call(call) for call in piece.calls]
+        if piece.content or not said:
+            said["content"] = piece.content
+        return f'"delta":{json.dumps(said, separators=(",", ":"))}'
 
-    def whole(self, text: str) -> str:
-        """Write the message."""
-        return f'"message":{{"role":"assistant","content":{json.dumps(text)},"refusal":null}}'
+    def whole(self, pieces: Sequence[Piece]) -> str:
+        """Write the message; its content is null where tools are called without a word."""
+        reply = whole_reply(pieces)
+        content = reply.content if reply.content or not reply.calls else None
+        said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reply.reasoning:
+            said |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+        if reply.calls:
+            said["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": _function(c)} for c in reply.calls
+            ]
+        return f'"message":{json.dumps(said, separators=(",", ":"))}'
+
+
+def _function(call: CallPiece) -> dict[str, str | None]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _chunk_of_call(call: CallPiece) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    begins = {"index": call.index, "id": call.id, "type": "function"}
+    return begins | {"function": _function(call)}
 
 
 def _named(names: TokenNames, token_id: int, logprob: float) -> str:
@@ -235,42 +311,59 @@ AnswerForm: TypeAlias = CompletionForm | ChatForm
 
 
 class _Choice:
-    """One sample of a request, whose tokens become pieces of text.
+    """One sample of a request, whose tokens become pieces.
 
     `offset`: characters in front of the next token. It counts what stop strings hold back, so it
     depends on the tokens alone; a special token, and a part of a character, has no characters.
-    `written`, `entries`: of the whole so far; a stream does not collect them.
+    `pieces`, `entries`, `ids`: of the whole so far; a stream does not collect them.
     """
 
-    def __init__(self, index: int, model: OfferedModel, request: Request, offset: int) -> None:
+    def __init__(
+        self, index: int, model: OfferedModel, request: Request, shape: Shape, offset: int
+    ) -> None:
         self.index = index
         self.offset = offset
         before = request.prompt_ids
-        self._shown = TextStream(model.tokenizer, request.stop, before)
+        self._shown = MarkedStream(model.tokenizer, request.stop, before, shape.shown)
+        self._shown.keeps_stop = shape.keeps_stop
         # Nothing is held back in this one.
         self._whole = TextStream(model.tokenizer, (), before) if request.stop else None
         self._stop_ids = (
             model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
         )
+        self.reader = None if shape.reader is None else shape.reader()
         self.finish: FinishReason | None = None
-        self.written: list[str] = []
+        self.pieces: list[Piece] = []
         self.entries: list[Entry] = []
+        self.ids: list[int] = []
 
-    def feed(self, token: NewToken) -> str:
-        """Add a token, and return the text that can be shown now: all, with the last token."""
+    def feed(self, token: NewToken) -> Piece:
+        """Add a token, and return what can be shown now: all, with the last token."""
         token_id, finish = token.token_id, token.finish_reason
         if finish == "stop" and token_id in self._stop_ids:
-            return self._shown.flush()
-        text = self._shown.feed(token_id)
-        self.offset += len(text if self._whole is None else self._whole.feed(token_id))
-        return text if finish is None else text + self._shown.flush()
+            text = self._shown.flush()
+        else:
+            text = self._shown.feed(token_id)
+            self.offset += len(text if self._whole is None else self._whole.feed(token_id))
+            text += "" if finish is None else self._shown.flush()
+        return self.read(text, final=finish is not None)
+
+    def read(self, text: str, *, final: bool) -> Piece:
+        """Return what a text says."""
+        return Piece(text) if self.reader is None else self.reader.feed(text, final=final)
+
+    @property
+    def ending(self) -> str:
+        """Why it has ended, as JSON."""
+        called = self.finish == "stop" and self.reader is not None and self.reader.called
+        return '"tool_calls"' if called else _FINISH[self.finish]
 
 
 class WholeAnswer:
     """Collects the choices, and writes one JSON object at the end.
 
-    `requests`: one a prompt; choices are numbered prompt by prompt. `echo`: what each choice begins
-    with, by prompt. `with_usage`: whether a stream tells the counts at its end, as others do.
+    `requests`: one a prompt; choices are numbered prompt by prompt. `counts`: of the HTTP request;
+    they are told as multiples of `round_usage`.
     """
 
     content_type = "application/json"
@@ -280,41 +373,47 @@ class WholeAnswer:
         form: AnswerForm,
         model: OfferedModel,
         requests: Sequence[Request],
-        echo: Sequence[str] | None = None,
-        *,
-        with_usage: bool = True,
+        shape: Shape | None = None,
     ) -> None:
-        self._with_usage = with_usage
-        self._form, self._model, self._requests, self._echo = form, model, requests, echo
-        count = 0
+        self._shape = shape = Shape() if shape is None else shape
+        self._form, self._model, self._requests = form, model, requests
+        self._names = _id_name if shape.names_are_ids else model.names
+        self.counts, self.round_usage = TokenCounts(0), 1
+        count, echo = 0, shape.echo
         self._choices: list[list[_Choice]] = []
         for prompt, request in enumerate(requests):
             begun = 0 if echo is None else len(echo[prompt])
             indices = range(count, count + request.samples)
-            self._choices.append([_Choice(at, model, request, begun) for at in indices])
+            self._choices.append([_Choice(at, model, request, shape, begun) for at in indices])
             count += request.samples
+        # What is told of each prompt.
+        self._of_prompts = [""] * len(requests)
 
     def add(self, prompt: int, delivery: Delivery) -> str:
         """Take what came of a prompt, and return what can be sent now. Raises ModelError."""
         return "".join(self._pieces(prompt, delivery))
 
-    def finish(self, counts: TokenCounts) -> str:
+    def finish(self) -> str:
         """Return the end of the answer."""
-        choices = ",".join(
-            self._written(c, self._form.whole("".join(c.written)), c.entries, c.finish)
-            for choices in self._choices
+        written = [
+            self._written(c, self._form.whole(c.pieces), c.entries, c.ids, self._of_prompts[prompt])
+            for prompt, choices in enumerate(self._choices)
             for c in choices
-        )
+        ]
         begin = head(self._form.id_prefix, self._form.whole_object, self._model)
-        return f'{begin}"choices":[{choices}],"usage":{usage(counts)}}}'
+        return f'{begin}"choices":[{",".join(written)}],"usage":{self._usage()}}}'
+
+    def _usage(self) -> str:
+        return usage(self.counts.rounded(self.round_usage))
 
     def _pieces(self, prompt: int, delivery: Delivery) -> Iterator[str]:
-        choices, form, names = self._choices[prompt], self._form, self._model.names
+        choices, form, names = self._choices[prompt], self._form, self._names
         if (read := delivery.prompt) is not None:
+            self._of_prompts[prompt] = self._of_prompt(self._requests[prompt], read)
             # What stands in front of the first token.
             for choice in choices:
-                yield self._open(choice)
-            if self._echo is not None:
+                yield self._open(choice, self._of_prompts[prompt])
+            if (echo := self._shape.echo) is not None:
                 request, entries = self._requests[prompt], list[Entry]()
                 if request.logprobs is not None and request.prompt_logprobs is not None:
                     stream, offset = TextStream(self._model.tokenizer), 0
@@ -323,38 +422,77 @@ class WholeAnswer:
                         entries.append(form.entry(names, token_id, logprob, offset))
                         offset += len(stream.feed(token_id))
                 for choice in choices:
-                    yield self._write(choice, self._echo[prompt], entries, None)
+                    yield self._write(choice, Piece(echo[prompt]), entries, ())
         for token in delivery.tokens:
             choice, entries = choices[token.sample], list[Entry]()
             if (logprob := token.logprob) is not None:
                 entries = [form.entry(names, token.token_id, logprob, choice.offset)]
+            if choice.reader is not None and choice.reader.thinks:
+                self.counts.reasoning += 1
             choice.finish = token.finish_reason
-            yield self._write(choice, choice.feed(token), entries, token.finish_reason)
+            yield self._write(choice, choice.feed(token), entries, (token.token_id,))
         if delivery.ended:
             # Where a prompt was read only.
             for choice in choices:
                 if choice.finish is None:
                     choice.finish = "length"
-                    yield self._write(choice, "", (), choice.finish)
+                    yield self._write(choice, Piece(), (), ())
+
+    def _of_prompt(self, request: Request, read: PromptRead) -> str:
+        """Write what is told of a prompt, as vLLM does."""
+        told = f',"prompt_token_ids":{list(request.prompt_ids)}' if self._shape.ids else ""
+        if (most := self._shape.prompt_logprobs) is None:
+            return told
+        rows = [
+            {
+                str(token_id): {"logprob": max(value, -9999.0), "rank": rank}
+                | self._decoded(token_id)
+                for token_id, value, rank in _ranked(logprob, most)
+            }
+            for logprob in read.logprobs
+        ]
+        return f'{told},"prompt_logprobs":{json.dumps([None, *rows], separators=(",", ":"))}'
+
+    def _decoded(self, token_id: int) -> dict[str, str]:
+        return {"decoded_token": json.loads(self._model.names(token_id)[0])}
 
     def _written(
-        self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None
+        self,
+        choice: _Choice,
+        content: str,
+        entries: Sequence[Entry],
+        ids: Sequence[int],
+        more: str = "",
     ) -> str:
         logprobs = self._form.logprobs(entries) if entries else "null"
+        more += f',"token_ids":{list(ids)}' if self._shape.ids else ""
         return (
             f'{{"index":{choice.index},{content},"logprobs":{logprobs},'
-            f'"finish_reason":{_FINISH[finish]}}}'
+            f'"finish_reason":{choice.ending}{more}}}'
         )
 
-    def _open(self, choice: _Choice) -> str:
+    def _open(self, choice: _Choice, more: str) -> str:
         return ""
 
     def _write(
-        self, choice: _Choice, text: str, entries: Sequence[Entry], finish: FinishReason | None
+        self, choice: _Choice, piece: Piece, entries: Sequence[Entry], ids: Sequence[int]
     ) -> str:
-        choice.written.append(text)
+        choice.pieces.append(piece)
         choice.entries.extend(entries)
+        choice.ids.extend(ids)
         return ""
+
+
+def _ranked(logprob: Logprob, most: int) -> Iterator[tuple[int, float, int | None]]:
+    """Yield id, logprob and rank of the token itself and of the likeliest; its rank, if known."""
+    top = {token_id: (value, rank) for rank, (token_id, value) in enumerate(logprob.top[:most], 1)}
+    yield logprob.token_id, logprob.logprob, top.pop(logprob.token_id, (0.0, None))[1]
+    for token_id, (value, rank) in top.items():
+        yield token_id, value, rank
+
+
+def _id_name(token_id: int) -> tuple[str, str]:
+    return f'"token_id:{token_id}"', "null"
 
 
 class StreamedAnswer(WholeAnswer):
@@ -366,26 +504,39 @@ class StreamedAnswer(WholeAnswer):
     def _head(self) -> str:
         return f"data: {head(self._form.id_prefix, self._form.chunk_object, self._model)}"
 
-    def finish(self, counts: TokenCounts) -> str:
+    def finish(self) -> str:
         """Return the last chunk, if there is one with the counts."""
-        last = f'{self._head}"choices":[],"usage":{usage(counts)}}}\n\n'
-        return last if self._with_usage else ""
+        last = f'{self._head}"choices":[],"usage":{self._usage()}}}\n\n'
+        return last if self._shape.usage else ""
 
-    def _open(self, choice: _Choice) -> str:
+    def _open(self, choice: _Choice, more: str) -> str:
         opening = self._form.opening
-        return "" if opening is None else self._event(choice, opening, (), None)
+        if opening is None:
+            return self._event(choice, '"text":""', (), (), more) if more else ""
+        return self._event(choice, opening, (), (), more)
 
     def _write(
-        self, choice: _Choice, text: str, entries: Sequence[Entry], finish: FinishReason | None
+        self, choice: _Choice, piece: Piece, entries: Sequence[Entry], ids: Sequence[int]
     ) -> str:
-        return self._event(choice, self._form.delta(text), entries, finish)
+        return self._event(choice, self._form.delta(piece), entries, ids)
 
     def _event(
-        self, choice: _Choice, content: str, entries: Sequence[Entry], finish: FinishReason | None
+        self,
+        choice: _Choice,
+        content: str,
+        entries: Sequence[Entry],
+        ids: Sequence[int],
+        more: str = "",
     ) -> str:
-        written = self._written(choice, content, entries, finish)
-        without = ',"usage":null' if self._with_usage else ""
-        return f'{self._head}"choices":[{written}]{without}}}\n\n'
+        written = self._written(choice, content, entries, ids, more)
+        told = self._usage() if self._shape.running_usage else "null"
+        counted = f',"usage":{told}' if self._shape.usage else ""
+        event = f'{self._head}"choices":[{written}]{counted}'
+        if self._shape.filled:
+            # Two characters end the object and the string, eighteen begin it.
+            letters = -(len(event) + 20) % _FILLED_TO
+            event += f',"obfuscation":"{secrets.token_hex(_FILLED_TO // 2)[:letters]}"'
+        return f"{event}}}\n\n"
 
 
 class EmbeddingAnswer:
@@ -401,6 +552,7 @@ class EmbeddingAnswer:
     ) -> None:
         self._model, self._as_base64, self._dimensions = model, as_base64, dimensions
         self._found = [""] * count
+        self.counts, self.round_usage = TokenCounts(0), 1
 
     def add(self, prompt: int, delivery: Delivery) -> str:
         """Take a vector."""
@@ -415,9 +567,10 @@ class EmbeddingAnswer:
             self._found[prompt] = f'{{"object":"embedding","index":{prompt},"embedding":{written}}}'
         return ""
 
-    def finish(self, counts: TokenCounts) -> str:
+    def finish(self) -> str:
         """Return the whole answer."""
-        used = f'{{"prompt_tokens":{counts.prompt},"total_tokens":{counts.prompt}}}'
+        prompt = self.counts.rounded(self.round_usage).prompt
+        used = f'{{"prompt_tokens":{prompt},"total_tokens":{prompt}}}'
         begin = head("embd-", "list", self._model)
         return f'{begin}"data":[{",".join(self._found)}],"usage":{used}}}'
 
@@ -444,5 +597,6 @@ def usage(counts: TokenCounts) -> str:
         "completion_tokens": counts.completion,
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }
     return json.dumps(fields, separators=(",", ":"))

@@ -7,13 +7,15 @@ plain functions, which the framework runs in threads: a long prompt takes long.
 import asyncio
 import json
 import logging
+import re
 import traceback
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, APIRouter
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,14 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import TsqpError
 from tee_side.serve.answers import OfferedModel
-from tee_side.serve.completions import (
-    chat_completions,
-    completions,
-    embeddings,
-    encode_chat,
-    encode_text,
-    require_model,
-)
+from tee_side.serve.chat import chat_completions
+from tee_side.serve.completions import completions, embeddings, encode_text, require_model
+from tee_side.serve.conversation import encode_chat
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
@@ -36,6 +33,9 @@ from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
 
+# By which a client finds a request again; it may give its own.
+_REQUEST_ID = "x-request-id"
+_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # Ids take 8 bytes a token, and text that is escaped to ASCII up to 12 bytes a character.
 _BODY_BYTES_PER_TOKEN = 32
 _Responses: TypeAlias = dict[int | str, dict[str, Any]]
@@ -70,7 +70,7 @@ class Guarded(APIRoute):
 
 
 class Bounds:
-    """Bounds bodies, and ends what fails unforeseen without a word of the request in the log."""
+    """Bounds bodies, names requests, and ends what fails, without a word of it in the log."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -92,13 +92,18 @@ class Bounds:
                 raise too_large
             return message
 
+        given = Headers(scope=scope).get(_REQUEST_ID, "")
+        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+
         async def noted(message: Message) -> None:
             nonlocal started
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
             started = True
             await send(message)
 
         if length.isdigit() and (len(length) > 18 or int(length) > self._most):
-            await too_large.response()(scope, receive, send)
+            await too_large.response()(scope, receive, noted)
             return
         try:
             await self._app(scope, bounded, noted)
@@ -110,7 +115,7 @@ class Bounds:
                 log.error("request_failed", extra={"fields": fields})
                 refused = ApiError(500, "internal error")
             if not started:
-                await refused.response()(scope, receive, send)
+                await refused.response()(scope, receive, noted)
 
 
 def create_app(
@@ -183,7 +188,10 @@ async def version(request: Request) -> dict[str, str]:
 # What each form of a request may have.
 _FIELDS_OF = {
     "prompt": {"model", "prompt", "add_special_tokens", "return_token_strs"},
-    "messages": {"model", "messages", "add_generation_prompt", "return_token_strs"},
+    "messages": {
+        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("chat_template_kwargs", "return_token_strs"),
+    },
     "content": {"model", "content", "add_special", "with_pieces", "parse_special"},
 }
 
@@ -206,8 +214,7 @@ def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         special = body.add_special_tokens is not False
         ids = encode_text(model, body.prompt, "body.prompt", special=special)
     else:
-        add = body.add_generation_prompt is not False
-        ids = encode_chat(model, body.messages or [], add_generation_prompt=add)
+        ids = encode_chat(model, body, tools=body.tools or [])
     strings = [json.loads(model.names(at)[0]) for at in ids] if body.return_token_strs else None
     return {
         "tokens": ids,
@@ -258,6 +265,8 @@ def _described(model: OfferedModel) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
         "policy": model.policy,
         "system_fingerprint": model.system_fingerprint,
+        # What holds where a request says nothing.
+        "default_sampling_params": dict(model.sampling),
     }
 
 

@@ -1,42 +1,45 @@
-"""OpenAI's endpoints: prompts to token ids, and what is asked of the engine.
+"""Prompts to token ids, and what is asked of the engine.
 
-`/v1/completions`, `/v1/chat/completions` and `/v1/embeddings`, which returns the last hidden state
-of each input, with a length of one. It is a plain function, which the framework runs in a thread,
-as the others do what takes long: a long prompt does.
+`/v1/completions`, and `/v1/embeddings`, which returns the last hidden state of each input, with a
+length of one. It is a plain function, which the framework runs in a thread, as the others do what
+takes long: a long prompt does.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from protocol.errors import ModelError, TsqpError
-from tee_side.chat.template import Conversation
-from tee_side.engine.request import Request, SamplingSettings
+from protocol.errors import TsqpError
+from tee_side.chat.reply import ReplyReader, special_among
+from tee_side.engine.reading import MAX_TOP
+from tee_side.engine.request import Grammar, Request, SamplingSettings
 from tee_side.serve.answers import (
     AnswerForm,
-    ChatForm,
     CompletionForm,
     EmbeddingAnswer,
     OfferedModel,
+    Shape,
     StreamedAnswer,
     WholeAnswer,
 )
+from tee_side.serve.constraints import TokenRules, spellings
+from tee_side.serve.conversation import encode_chat
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
-from tee_side.serve.grammar import GrammarKind, GrammarMatcher
+from tee_side.serve.grammar import CallsSource, GrammarKind, GrammarMatcher
 from tee_side.serve.schema import (
     GRAMMARS,
     SAMPLING,
-    ChatMessage,
-    ChatRequest,
     CompletionRequest,
     EmbeddingsRequest,
     Generating,
     Prompt,
+    StreamOptions,
 )
 from tee_side.serve.watch import RequestWatch
 
@@ -96,38 +99,6 @@ def encode_text(model: OfferedModel, text: str, param: str, *, special: bool) ->
         raise of_engine(error, param) from None
 
 
-def encode_chat(
-    model: OfferedModel, messages: Sequence[ChatMessage], *, add_generation_prompt: bool
-) -> list[int]:
-    """Return the ids of a conversation. Raises ApiError."""
-    turns = [_turn(message, f"body.messages.{at}") for at, message in enumerate(messages)]
-    try:
-        return model.template.encode(
-            Conversation(messages=turns, add_generation_prompt=add_generation_prompt)
-        )
-    except ModelError:
-        # The operator's to mend; a completion may still be asked for.
-        raise ApiError(
-            400,
-            "the model has no chat template, or one that fails",
-            param="body.messages",
-            code="no_chat_template",
-        ) from None
-    except TsqpError as error:
-        raise of_engine(error, "body.messages") from None
-
-
-def _turn(message: ChatMessage, param: str) -> dict[str, str]:
-    content = message.content
-    require(content is not None or message.role == "assistant", f"{param}.content", "a value")
-    text = "\n".join(part.text for part in content) if isinstance(content, list) else content
-    turn = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": text or "",
-    }
-    return turn | ({} if message.name is None else {"name": message.name})
-
-
 def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new: int) -> int:
     """Return how many tokens may follow a prompt, up to `for_new`.
 
@@ -135,10 +106,12 @@ def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new
     prompt alone is too long.
     """
     room = model.max_model_len - len(ids)
+    # Clients know the case by the words of the first sentence.
     ApiError.unless(
         room >= min(1, for_new),
         400,
-        f"the prompt has {len(ids)} tokens, and the context {model.max_model_len}",
+        f"This model's maximum context length is {model.max_model_len} tokens."
+        f" The prompt has {len(ids)}.",
         kind="exceed_context_size_error",
         param=param,
         code="context_length_exceeded",
@@ -146,6 +119,14 @@ def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new
         n_ctx=model.max_model_len,
     )
     return min(for_new, room)
+
+
+def truncated(ids: Sequence[int], body: Any, model: OfferedModel) -> Sequence[int]:
+    """Return the last ids of a prompt, as many as a request wants; -1: as there is room for."""
+    last = body.truncate_prompt_tokens
+    require(last != 0, "body.truncate_prompt_tokens", "at least 1, or -1")
+    most = model.max_model_len - 1 if last == -1 else last
+    return ids if most is None else ids[-most:]
 
 
 def require_model(
@@ -165,13 +146,16 @@ async def prepared(
     prepare: Callable[[Serving, RequestWatch, _Body], EngineResponse],
     body: _Body,
     request: HttpRequest,
+    *,
+    compiles: bool = False,
 ) -> Response:
     """Return the answer that `prepare` makes of a body, in a thread. Raises ApiError.
 
-    Compiling a grammar may take seconds: of one owner, few are compiled at a time.
+    Compiling a grammar may take seconds: of one owner, few are compiled at a time. `compiles`: one
+    is, whatever the fields say that both endpoints have.
     """
     serving, caller = serving_of(request), request.state.caller
-    if not any(_grammars(body)):
+    if not compiles and not any(_grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     places, turns = serving.compiling[caller.owner]
     ApiError.unless(
@@ -191,7 +175,10 @@ async def prepared(
 def check_fields(model: OfferedModel, body: Generating) -> None:
     """Raise ApiError for another model, and for fields that do not go together."""
     require_model(model, body.model)
-    require(body.stream_options is None or body.stream, "body.stream_options", "stream to be true")
+    same = body.best_of in (None, 0, 1, body.n)
+    require(same, "body.best_of", "as many as n: all samples are returned")
+    streamed = body.stream and body.prompt_logprobs is not None
+    require(not streamed, "body.prompt_logprobs", "stream to be false")
     require(
         len(list(_grammars(body))) <= 1,
         "body",
@@ -205,6 +192,20 @@ def check_fields(model: OfferedModel, body: Generating) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the text of a reply is read, and what it has to follow.
+
+    `reader`: makes what reads a choice; `shown`: special tokens that it has to see. `lead`: what
+    stands before an answer that follows a grammar; `calls`: the grammar of the whole reply.
+    """
+
+    reader: Callable[[], ReplyReader] | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
+    lead: str | None = None
+    calls: CallsSource | None = None
+
+
 def exchange(
     serving: Serving,
     caller: RequestWatch,
@@ -216,66 +217,85 @@ def exchange(
     max_tokens: int,
     logprobs: int | None,
     echo: Sequence[str] | None = None,
+    reading: Reading | None = None,
 ) -> EngineResponse:
     """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while.
 
-    `param`: the field that the prompts came from. `max_tokens`: of each sample. `logprobs`: of new
-    tokens, with so many of the likeliest; `echo`: what each prompt's choices begin with, with
-    logprobs too if those of new tokens are wanted.
+    `param`: the field that the prompts came from. `max_tokens`: of each sample, -1 for as many as
+    there is room for. `logprobs`: of new tokens, with so many of the likeliest; `echo`: what each
+    prompt's choices begin with, with logprobs too if those of new tokens are wanted.
     """
-    model = serving.model
-    rooms = [require_room(model, ids, param, for_new=max_tokens) for ids in prompts]
+    model, reading = serving.model, reading or Reading()
+    most = model.max_model_len if max_tokens < 0 else max_tokens
+    rooms = [require_room(model, ids, param, for_new=most) for ids in prompts]
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    sampling, grammar = _sampling(model, body), _grammar(serving, caller.owner, body)
+    sampling, grammar = _sampling(model, body), _rules(serving, caller.owner, body, reading)
     # Where nothing is made, 0 has the prompt read at all.
-    of_prompt = 0 if logprobs is None and not max_tokens else logprobs
+    of_prompt = None if echo is None else 0 if logprobs is None and not max_tokens else logprobs
+    told = body.prompt_logprobs
+    told = MAX_TOP if told == -1 else told
     requests = [
         Request(
             prompt_ids=ids,
             max_new_tokens=room,
             samples=body.n or 1,
             sampling=sampling,
-            stop=tuple(stop),
+            stop=tuple(filter(None, stop)),
             stop_ids=_stop_ids(model, body),
             logprobs=logprobs,
-            prompt_logprobs=None if echo is None else of_prompt,
+            prompt_logprobs=of_prompt if told is None else max(told, of_prompt or 0),
             grammar=grammar,
             owner=caller.owner,
             salt=body.cache_salt or "",
         )
         for ids, room in zip(prompts, rooms, strict=True)
     ]
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    options = body.stream_options or StreamOptions()
+    every = body.skip_special_tokens is False
+    shape = Shape(
+        reader=reading.reader,
+        shown=special_among(model.tokenizer) if every else reading.shown,
+        keeps_stop=bool(body.include_stop_str_in_output),
+        echo=echo,
+        usage=not body.stream or bool(options.include_usage),
+        running_usage=bool(options.continuous_usage_stats),
+        filled=options.include_obfuscation is not False,
+        prompt_logprobs=told,
+        ids=bool(body.return_token_ids),
+        names_are_ids=bool(body.return_tokens_as_token_ids),
+    )
     written = StreamedAnswer if body.stream else WholeAnswer
-    answer = written(form, model, requests, echo, with_usage=with_usage)
-    return EngineResponse(serving, caller, requests, answer)
+    return EngineResponse(serving, caller, requests, written(form, model, requests, shape))
 
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
-    """Return the settings, of which OpenAI's defaults hold: temperature 1."""
+    """Return the settings: the model's own where a request says nothing, else OpenAI's."""
     settings: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING}
     settings["top_k"] = None if body.top_k is None else max(0, body.top_k)
+    settings["temperature"] = body.temperature
+    if body.seed not in (None, -1):
+        settings["seed"] = body.seed % 2**62
     if body.logit_bias:
-        size = model.config.vocab_size
         # Nine digits: Python's own conversion takes longer for more.
+        size = model.config.vocab_size
         ids = [
             int(key) if key.isascii() and key.isdigit() and len(key) < 10 else size
             for key in body.logit_bias
         ]
-        require(max(ids) < size, "body.logit_bias", f"token ids below {size} as its keys")
+        _require_ids(model, ids, "body.logit_bias", " as its keys")
         settings["logit_bias"] = dict(zip(ids, body.logit_bias.values(), strict=True))
     given = {name: value for name, value in settings.items() if value is not None}
-    temperature = 1.0 if body.temperature is None else body.temperature
-    return SamplingSettings(temperature=temperature, **given)
+    return SamplingSettings(**{"temperature": 1.0, **model.sampling, **given})
+
+
+def _require_ids(model: OfferedModel, ids: Iterable[int], param: str, what: str = "") -> None:
+    size = model.config.vocab_size
+    require(max(ids, default=0) < size, param, f"token ids below {size}{what}")
 
 
 def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
     own = frozenset(body.stop_token_ids or ())
-    require(
-        not own or max(own) < model.config.vocab_size,
-        "body.stop_token_ids",
-        f"token ids below {model.config.vocab_size}",
-    )
+    _require_ids(model, own, "body.stop_token_ids")
     if body.ignore_eos:
         return own
     return own | model.config.eos_token_ids if own else None
@@ -285,7 +305,8 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
     """Yield what a text has to follow: the field, the kind, and the grammar itself."""
     form, outputs = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":
-        yield "response_format", "json_object", {}
+        kind: GrammarKind = "json_object" if form.schema_ is None else "json_schema"
+        yield "response_format", kind, form.schema_ or {}
     if form is not None and form.type == "json_schema" and form.json_schema is not None:
         yield "response_format", "json_schema", form.json_schema.schema_
     if outputs is not None and outputs.json_object:
@@ -297,12 +318,41 @@ def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
             yield f"structured_outputs.{name}", kind, structured
 
 
-def _grammar(serving: Serving, owner: str, body: Generating) -> GrammarMatcher | None:
-    for field, kind, content in _grammars(body):
+def _rules(serving: Serving, owner: str, body: Generating, reading: Reading) -> Grammar | None:
+    """Return what the tokens of a reply have to follow, None for nothing. Raises ApiError."""
+    grammar, model = _grammar(serving, owner, body, reading), serving.model
+    allowed = body.allowed_token_ids
+    _require_ids(model, allowed or (), "body.allowed_token_ids")
+    try:
+        unwanted = spellings(model.tokenizer, body.bad_words or ())
+    except TsqpError as error:
+        raise of_engine(error, "body.bad_words") from None
+    if allowed is None and not body.min_tokens and not unwanted:
+        return grammar
+    ends = _stop_ids(model, body)
+    return TokenRules(
+        grammar=grammar,
+        allowed=allowed,
+        minimum=body.min_tokens or 0,
+        end_ids=model.config.eos_token_ids if ends is None else ends,
+        unwanted=unwanted,
+    )
+
+
+def _grammar(
+    serving: Serving, owner: str, body: Generating, reading: Reading
+) -> GrammarMatcher | None:
+    found = list(_grammars(body))
+    if reading.calls is not None:
+        # That of an answer without calls is part of it.
+        own = all(field == "response_format" for field, *_ in found)
+        require(own, "body.tools", f"no {found[0][0] if found else ''} beside tools")
+        found = [("tools", "calls", reading.calls)]
+    for field_name, kind, content in found:
         try:
-            return serving.compile_grammar(kind, content, owner)
+            return serving.compile_grammar(kind, content, owner, lead=reading.lead)
         except TsqpError as error:
-            raise of_engine(error, f"body.{field}") from None
+            raise of_engine(error, f"body.{field_name}") from None
     return None
 
 
@@ -325,6 +375,7 @@ def prepare_completion(
     require(max_tokens != 0 or body.echo, "body.max_tokens", "at least 1 (0 with echo)")
     special = body.add_special_tokens is not False
     prompts = encode(model, body.prompt, param, special=special, samples=body.n or 1)
+    prompts = [tuple(truncated(ids, body, model)) for ids in prompts]
     echo = None
     if body.echo:
         # The client's own words where there are some: special tokens in them are shown.
@@ -343,51 +394,30 @@ def prepare_completion(
     )
 
 
-async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
-    """Answer a conversation."""
-    return await prepared(prepare_chat, body, request)
-
-
-def prepare_chat(serving: Serving, caller: RequestWatch, body: ChatRequest) -> EngineResponse:
-    """Return the answer of a body. Raises ApiError."""
-    model = serving.model
-    check_fields(model, body)
-    require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
-    add = body.add_generation_prompt is not False
-    ids = encode_chat(model, body.messages, add_generation_prompt=add)
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return exchange(
-        serving,
-        caller,
-        ChatForm(),
-        body,
-        prompts=[tuple(ids)],
-        param="body.messages",
-        max_tokens=model.default_max_tokens if limit is None else limit,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-
-
 def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     """Return a vector for each input."""
     serving, caller = serving_of(request), request.state.caller
-    model, param = serving.model, "body.input"
+    model, said = serving.model, body.messages is not None
+    param = "body.messages" if said else "body.input"
     require_model(model, body.model)
+    require(said != (body.input is not None), "body", "one of input and messages")
     most = model.config.hidden_size
     try:
-        said = model.embedding
+        how = model.embedding
     except TsqpError:
         message = "a model whose vectors are not computed here"
         raise ApiError(400, message, param="body.model", code="invalid_prompt") from None
-    if refused := said.refused(body.prompt_name, body.dimensions, most):
+    if refused := how.refused(body.prompt_name, body.dimensions, most):
         require(False, f"body.{refused[0]}", refused[1])
-    front = said.front(body.prompt_name)
-    inputs = encode(
-        model, body.input, param, front=front, special=body.add_special_tokens is not False
-    )
+    if body.input is None:
+        inputs = [tuple(encode_chat(model, body))]
+    else:
+        front, special = how.front(body.prompt_name), body.add_special_tokens is not False
+        inputs = encode(model, body.input, param, front=front, special=special)
+    inputs = [tuple(truncated(ids, body, model)) for ids in inputs]
     for ids in inputs:
         require_room(model, ids, param, for_new=0)
-    pooling = body.pooling or said.pooling
+    pooling = body.pooling or how.pooling
     requests = [
         Request(prompt_ids=ids, max_new_tokens=0, pooling=pooling, owner=caller.owner)
         for ids in inputs

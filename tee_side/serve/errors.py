@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from protocol.errors import EngineError, LimitError, PromptError, TsqpError
 from protocol.validation import expectation
-from tee_side.serve.schema import FIELD_NAMES
+from tee_side.serve.schema import field_names
 
 _TYPES = {
     401: "authentication_error",
@@ -39,7 +39,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 _FIXED_MESSAGES = re.compile(
     r"(bool|dict|float|int|list|model|string)_(type|attributes_type)|(less|greater)_than(_equal)?"
     r"|missing|literal_error|none_required|finite_number|string_too_(short|long)|fewer_fields"
-    r"|text_alone"
+    r"|text_alone|function_alone"
 )
 _KNOWN_TYPES = {
     "extra_forbidden": "no such field",
@@ -153,7 +153,7 @@ def _path(fault: Mapping[str, Any]) -> list[str | int]:
     if fault["type"] == "json_invalid":
         return [body]
     unknown = [str(parts.pop())] if fault["type"] == "extra_forbidden" else []
-    path = [part for part in parts if isinstance(part, int) or part in FIELD_NAMES]
+    path = [part for part in parts if isinstance(part, int) or part in field_names()]
     return [body, *path, *filter(_FIELD_NAME.fullmatch, unknown)]
 
 

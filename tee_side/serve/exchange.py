@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from tee_side.engine.request import Request
 from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
 from tee_side.serve.background import BackgroundEngine, Delivery, QueueFullError, Ticket
 from tee_side.serve.errors import ApiError, loading, of_engine
-from tee_side.serve.grammar import GrammarKind, GrammarMatcher
+from tee_side.serve.grammar import GrammarMatcher
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
 from tee_side.serve.watch import RequestWatch, Watch
 
@@ -52,7 +51,7 @@ class Serving:
 
     engine: BackgroundEngine
     model: OfferedModel
-    compile_grammar: Callable[[GrammarKind, Any, str], GrammarMatcher]
+    compile_grammar: Callable[..., GrammarMatcher]
     version: str
     watch: Watch
     authorise: Callable[[HttpRequest], str] = anyone
@@ -111,6 +110,7 @@ class EngineResponse(Response):
         self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
+        answer.counts, answer.round_usage = self._counts, serving.round_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises ApiError and TsqpError as long as nothing was sent."""
@@ -154,8 +154,7 @@ class EngineResponse(Response):
                     await self._send(send, text)
                 self._submit()
             await self._tick()
-            told = self._counts.rounded(self._serving.round_usage)
-            text, end = self._answer.finish(told), _DONE if self._streamed else ""
+            text, end = self._answer.finish(), _DONE if self._streamed else ""
         except (TsqpError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:

@@ -8,33 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from protocol.errors import ModelError, PromptError
+from tee_side.chat.call_grammar import JSON_OPTIONS
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import grammar_trial
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "calls"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 _MOST_REMEMBERED = 1024
 
-# A small model would go on with spaces until its last token. Forty are an indentation.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{1,40}"}
 # What of a schema costs more than its size says, up to a quote: `pattern` and `patternProperties`.
 _COSTLY = ('"pattern', '"multipleOf', '"x-guidance')
+
+
+# A token by its id, which a process without the vocabulary does not know.
+_BY_ID = re.compile(r"<\[\d+\]>")
+
+
+class CallsSource(NamedTuple):
+    """A grammar of calls, in Lark, and the schemas in it, as JSON."""
+
+    lark: str
+    schemas: str
 
 
 class GrammarCompiler:
@@ -55,16 +66,18 @@ class GrammarCompiler:
     def compile(
         self,
         kind: GrammarKind,
-        source: str | Mapping[str, Any] | Sequence[str] = "",
+        source: str | Mapping[str, Any] | Sequence[str] | CallsSource = "",
         owner: str = "",
         *,
+        lead: str | None = None,
         where: str = "response_format",
     ) -> GrammarMatcher:
         """Return a grammar at its beginning. It may take seconds: never call it where others wait.
 
         `source`: a schema as text or object, unused for `json_object`; a regular expression of the
-        whole text; a grammar in Lark's syntax as llguidance has it; or a list of texts. `owner`:
-        whose, by whom it may have been used before. Raises
+        whole text; a grammar in Lark's syntax as llguidance has it; a list of texts; or calls.
+        `owner`: whose, by whom it may have been used before. `lead`: a grammar in Lark's syntax of
+        what stands before the text, and @answer for the text. Raises
         PromptError with `where` for one that is malformed, unsupported, too large, too costly or
         that nothing can follow; ModelError where the model's tokenizer is not supported.
         """
@@ -79,6 +92,10 @@ class GrammarCompiler:
             size, grammar, costly = read(source)
         if size > MAX_GRAMMAR_BYTES:
             raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
+        if lead is not None:
+            first, *others = json.loads(grammar)["grammars"]
+            parts = [{"lark_grammar": lead}, first | {"name": "answer"}, *others]
+            grammar = json.dumps({"grammars": parts})
         # In this process only what a process of its own could compile.
         fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
@@ -94,7 +111,7 @@ class GrammarCompiler:
         key = owner, hashlib.sha256(grammar.encode()).digest()
         if key in self._affordable:
             return True
-        if fits := _is_affordable(grammar):
+        if fits := _is_affordable(_BY_ID.sub(r'\\"~\\"', grammar)):
             if len(self._affordable) >= _MOST_REMEMBERED:
                 self._affordable.clear()
             self._affordable.add(key)
@@ -161,7 +178,7 @@ def _read_schema(source: Any) -> tuple[int, str, bool]:
     text = json.dumps(schema, allow_nan=False)
     if not isinstance(schema, dict):
         raise TypeError("a schema is an object")
-    grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
     return len(text), grammar, any(word in text for word in _COSTLY)
 
 
@@ -179,6 +196,11 @@ def _read_choice(source: Any) -> tuple[int, str, bool]:
     return size, _lark("start: " + " | ".join(json.dumps(text) for text in texts)), False
 
 
+def _read_calls(source: Any) -> tuple[int, str, bool]:
+    costly = any(word in source.schemas for word in _COSTLY)
+    return len(source.lark.encode()), _lark(source.lark), costly
+
+
 def _lark(text: str) -> str:
     """Wrap a Lark grammar, which the library would otherwise take for JSON if it looked like it."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
@@ -190,4 +212,5 @@ _READERS: dict[GrammarKind, tuple[Callable[[Any], tuple[int, str, bool]], str]] 
     "regex": (_read_regex, "Unicode text"),
     "grammar": (lambda text: (len(text.encode()), _lark(text), True), "Unicode text"),
     "choice": (_read_choice, "a list of Unicode texts"),
+    "calls": (_read_calls, "schemas"),
 }

@@ -1,13 +1,24 @@
 """What a client may send, as the API of OpenAI names it, with some fields of vLLM and llama.cpp.
 
-Null is as good as left out. A field that is not here is refused, and so is one that would change
-the answer and is not supported (`_NOT_SUPPORTED`): no client gets another answer than it asked for.
+Null is as good as left out, of whatever field. A value that changes no answer is accepted: fields
+that never do (`_UNUSED`), and the neutral values of what is not supported (`_NEUTRAL`). Any other
+field is refused: no client gets another answer than it asked for.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tee_side.engine.reading import MAX_TOP
@@ -18,12 +29,17 @@ T = TypeVar("T")
 # The first fault ends the reading: pydantic would take some kilobytes for each.
 _List: TypeAlias = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 1024
+_Few: TypeAlias = Annotated[list[T], Field(max_length=_MAX_FIELDS, fail_fast=True)]
 
 
 def _few_fields(value: object) -> object:
     if isinstance(value, dict) and len(value) > _MAX_FIELDS:
         raise PydanticCustomError("fewer_fields", "fewer fields")
     return value
+
+
+def _few_biases(value: object) -> object:
+    return _few_fields(value) or {}
 
 
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
@@ -33,23 +49,40 @@ _Name: TypeAlias = Annotated[str, Field(max_length=256)]
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 # Every token of a text is compared with all beginnings of all of these.
-_Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=100)]
+_Stop: TypeAlias = Annotated[str, Field(max_length=100)]
 Likeliest: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP)]
+# -1, and nothing, is as many as there is room for.
+_Limit: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
+_Last: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+def _only(value: float) -> Any:
+    return Annotated[float, Field(ge=value, le=value)] | None
+
+
+class Body(BaseModel):
+    """What is sent, or a part of it."""
+
+    # A null is left out before it is looked at.
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, value: object) -> object:
-        return _few_fields(value)
+    def _said(cls, value: object) -> object:
+        if not isinstance(_few_fields(value), dict):
+            return value
+        return {key: one for key, one in value.items() if one is not None}  # type: ignore[attr-defined]
 
 
-_B = TypeVar("_B", bound=_Body)
+_B = TypeVar("_B", bound=Body)
 # As SamplingSettings names them.
 SAMPLING: dict[str, Any] = {
-    "seed": Annotated[int, Field(ge=0, lt=2**62)] | None,
     "top_p": Annotated[float, Field(gt=0, le=1)] | None,
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
     "frequency_penalty": _Penalty | None,
@@ -78,64 +111,62 @@ def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
     return add
 
 
-# What clients send that changes no answer: accepted, and not looked at.
+# What clients send that changes no answer: accepted, and not looked at. In the last lines, settings
+# of llama.cpp's samplers that are off.
 _UNUSED: dict[str, Any] = dict.fromkeys(
     (
-        *(
-            "user",
-            "metadata",
-            "store",
-            "service_tier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-        ),
-        *("safety_identifier", "parallel_tool_calls", "priority", "request_id", "cache_prompt"),
-        *("guided_decoding_backend", "spaces_between_special_tokens", "session_id", "chat_id"),
-        "id_slot",
+        *("user", "metadata", "store", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "priority", "request_id"),
+        *("cache_prompt", "guided_decoding_backend", "spaces_between_special_tokens"),
+        *("session_id", "chat_id", "id_slot", "prediction", "mirostat_tau", "mirostat_eta"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalize_nl", "min_keep"),
+        *("n_keep", "n_discard"),
     ),
     Any,
 )
 # What would change the answer, with the only values that do not.
-_NOT_SUPPORTED: dict[str, Any] = {
-    "best_of": Literal[1] | None,
+_NEUTRAL: dict[str, Any] = {
     "functions": _Empty | None,
-    "function_call": Literal["none"] | None,
-    "tools": _Empty | None,
-    "tool_choice": Literal["none"] | None,
+    "function_call": Literal["none", "auto"] | None,
     "audio": None,
     "modalities": list[Literal["text"]] | None,
-    "prediction": None,
-    "reasoning_effort": Literal["none"] | None,
     "web_search_options": None,
-    "min_tokens": Literal[0] | None,
+    "verbosity": Literal["medium"] | None,
     "use_beam_search": Literal[False] | None,
-    "length_penalty": Annotated[float, Field(ge=1, le=1)] | None,
-    "include_stop_str_in_output": Literal[False] | None,
-    "skip_special_tokens": Literal[True] | None,
-    "truncate_prompt_tokens": None,
-    "suffix": None,
-    "prompt_logprobs": None,
-    "verbosity": None,
-    "allowed_token_ids": None,
-    "bad_words": _Empty | None,
-    "chat_template_kwargs": Annotated[dict[str, Any], Field(max_length=0)] | None,
-    "continue_final_message": Literal[False] | None,
-    "detokenize": Literal[True] | None,
+    "length_penalty": _only(1),
     "early_stopping": Literal[False] | None,
-    "return_token_ids": Literal[False] | None,
-    "return_tokens_as_token_ids": Literal[False] | None,
+    "logits_processors": _Empty | None,
+    "detokenize": Literal[True] | None,
     "timings_per_token": Literal[False] | None,
+    "post_sampling_probs": Literal[False] | None,
+    "return_progress": Literal[False] | None,
+    "do_sample": Literal[True] | None,
+    "watermark": Literal[False] | None,
+    "n_probs": _only(0),
+    "typical_p": _only(1),
+    "tfs_z": _only(1),
+    "top_n_sigma": _only(-1),
+    "mirostat": _only(0),
+    "dry_multiplier": _only(0),
+    "xtc_probability": _only(0),
+    "dynatemp_range": _only(0),
+    "repeat_penalty": _only(1),
 }
 
 
-class StreamOptions(_Body):
-    """`include_obfuscation` is accepted and unused."""
+class StreamOptions(Body):
+    """`continuous_usage_stats`: counts so far, in every chunk.
+
+    `include_obfuscation`: random letters fill events up, so that their sizes tell less; on.
+    """
 
     include_usage: bool | None = None
-    include_obfuscation: Any = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A schema by its name; `strict`: it is always followed."""
 
     name: _Name | None = None
@@ -144,38 +175,52 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
-    """OpenAI's form of a grammar."""
+class ResponseFormat(Body):
+    """OpenAI's form of a grammar. `schema`: beside json_object, as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 @_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
-class StructuredOutputs(_Body):
+class StructuredOutputs(Body):
     """vLLM's form of a grammar; one of the fields."""
 
     json_object: bool | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
 
 
 @_accepting(
-    _UNUSED
-    | _NOT_SUPPORTED
-    | SAMPLING
-    | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
+    _UNUSED | _NEUTRAL | SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
 )
-class Generating(_Body):
+class Generating(Body):
     """What completions and chats have in common."""
 
     model: _Name | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    # Of as many, all are returned.
+    best_of: Annotated[int, Field(ge=0, le=128)] | None = None
+    max_tokens: _Limit | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Id], Field(max_length=_MAX_FIELDS, fail_fast=True)] | None = None
+    stop_token_ids: _Few[Id] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    # -1: a fresh one, as llama.cpp has it.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_fields)] | None = None
+    logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_biases)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[_Stop], Field(max_length=_MAX_FIELDS)] | None = None
+    truncate_prompt_tokens: _Last | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -190,47 +235,155 @@ class CompletionRequest(Generating):
     echo: bool | None = None
     logprobs: Likeliest | None = None
     add_special_tokens: bool | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
-class TextPart(_Body):
-    """A part of a message; there are no others than text."""
+class TextPart(Body):
+    """A part of a message; there are no others than text. Its type is told by several names."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
+    cache_control: Any = None
+    annotations: Any = None
+    logprobs: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("type", "text") != "text":
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") == "refusal":
+            return {"type": "text", "text": value.get("refusal")}
+        if value.get("type", "text") not in ("text", "input_text", "output_text"):
             raise PydanticCustomError("text_alone", "text: images, sound and files are not read")
         return value
 
 
-class ChatMessage(_Body):
-    """A turn of a conversation. Only an assistant's may have no content."""
+class CalledFunction(Body):
+    """Which tool was called, with arguments as JSON, in a text or not."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(Body):
+    """A call in a turn of the assistant."""
+
+    id: _Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Any = None
+    cache_control: Any = None
+
+
+class ChatMessage(Body):
+    """A turn of a conversation. Only an assistant's may have no content.
+
+    What an answer of a server has beside, clients send back: it is not looked at.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _List[TextPart] | None = None
     name: _Name | None = None
-    refusal: None = None
+    tool_calls: _Few[ToolCall] | None = None
+    tool_call_id: _Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
     annotations: Any = None
     audio: None = None
     function_call: None = None
-    tool_calls: _Empty | None = None
+    cache_control: Any = None
+    id: Any = None
+    prefix: Literal[False] | None = None
 
 
 Messages: TypeAlias = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+ToolName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
-class ChatRequest(Generating):
-    """`/v1/chat/completions`."""
+class Function(Body):
+    """A tool. `strict`: its arguments follow the schema whenever it is called."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the client has; others would have to be the server's. `sent`: as it came."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: Any = None
+    _sent: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(value, dict) and value.get("type", "function") != "function":
+            raise PydanticCustomError("function_alone", "function: this server has no tools itself")
+        tool = read(value)
+        if isinstance(value, dict):
+            kept = value.items()
+            tool._sent = {key: one for key, one in kept if key != "cache_control"}
+        return tool
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """What the client wrote, in its order: templates write it so."""
+        return self._sent
+
+
+class NamedFunction(Body):
+    """A tool by its name."""
+
+    name: ToolName
+
+
+class NamedTool(Body):
+    """A tool that is called, and no other."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedNames(Body):
+    """Some of the tools, and whether one has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=_MAX_FIELDS)]
+
+
+class AllowedTools(Body):
+    """OpenAI's form of these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
+class Chat(Body):
+    """What a conversation is, wherever one is read."""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    tools: _Few[Tool] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=_MAX_FIELDS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_fields)] | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatRequest(Chat, Generating):
+    """`/v1/chat/completions`."""
+
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: _Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
-    add_generation_prompt: bool | None = None
     # A template writes its own.
     add_special_tokens: Literal[False] | None = None
     chat_template: None = None
@@ -238,23 +391,26 @@ class ChatRequest(Generating):
 
 
 @_accepting(_UNUSED)
-class EmbeddingsRequest(_Body):
-    """`/v1/embeddings`. `pooling`: another than the server was started with.
+class EmbeddingsRequest(Body):
+    """`/v1/embeddings`: of texts, or of a conversation.
 
-    `prompt_name`: which of the model's own prompts stands in front of each text.
+    `pooling`: another than the server was started with. `prompt_name`: which of the model's own
+    prompts stands in front of each text.
     """
 
-    input: Prompt
+    input: Prompt | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
     model: _Name | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: None = None
+    truncate_prompt_tokens: _Last | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """`/tokenize`: vLLM's prompt or messages, or llama.cpp's content."""
 
     model: _Name | None = None
@@ -262,25 +418,31 @@ class TokenizeRequest(_Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: Messages | None = None
+    tools: _Few[Tool] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_fields)] | None = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
     parse_special: Literal[True] | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """`/detokenize`."""
 
     model: _Name | None = None
     tokens: _List[Id]
 
 
-_MODELS: tuple[type[BaseModel], ...] = (
-    *(CompletionRequest, ChatRequest, EmbeddingsRequest, TokenizeRequest, DetokenizeRequest),
-    *(StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ChatMessage, TextPart),
-)
-# Of all of these, so that errors can tell them from what a client wrote in their place.
-FIELD_NAMES = frozenset(
-    info.alias or name for model in _MODELS for name, info in model.model_fields.items()
-)
+def _models(above: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for model in above.__subclasses__():
+        yield model
+        yield from _models(model)
+
+
+@cache
+def field_names() -> frozenset[str]:
+    """Return names of all fields, so that errors can tell them from what a client wrote."""
+    fields = (field for model in _models(Body) for field in model.model_fields.items())
+    return frozenset(info.alias or name for name, info in fields)

@@ -213,10 +213,10 @@ class FakeWatch:
         self.receipts.append(receipt)
 
 
-def compile_grammar(kind: GrammarKind, content: Any, _owner: str) -> Any:
+def compile_grammar(kind: GrammarKind, content: Any, _owner: str, lead: str | None = None) -> Any:
     if content == "(":
         raise PromptError("grammar", got="an open bracket", expected="a regular expression")
-    return SimpleNamespace(kind=kind, content=content)
+    return SimpleNamespace(kind=kind, content=content, lead=lead)
 
 
 def authorise(request: HttpRequest) -> str:
@@ -259,12 +259,19 @@ class Reply:
         return found
 
     def events(self) -> list[Any]:
-        """Return the JSON of each event; the last one is [DONE] as a string, if it is there."""
+        """Return the JSON of each event; the last one is [DONE] as a string, if it is there.
+
+        Letters that fill an event up are left out.
+        """
         lines = self.text.split("\n\n")
         assert lines.pop() == ""
         assert all(line.startswith("data: ") and "\n" not in line for line in lines)
         texts = [line.removeprefix("data: ") for line in lines]
-        return [text if text == "[DONE]" else json.loads(text) for text in texts]
+        found = [text if text == "[DONE]" else json.loads(text) for text in texts]
+        for event in found:
+            if isinstance(event, dict):
+                event.pop("obfuscation", None)
+        return found
 
 
 class Connection:

@@ -43,7 +43,7 @@ from tee_side.serve.identity import Attestation, Identity, Sealing
 from tee_side.serve.keys import ApiKeys, Limits
 from tee_side.serve.watch import Metrics, Watch
 from tsqp.key_files import AUDIT_KEY
-from tsqp.run.conversations import chat_template
+from tsqp.run.conversations import chat_template, default_sampling
 from tsqp.run.load import policy_digest
 from tsqp.run.process import EXIT_REFUSED, complain
 from tsqp.run.server_settings import ServeSettings
@@ -289,6 +289,13 @@ def _app(
         system_fingerprint=_fingerprint(runner),
         created=int(time.time()),
         read_embedding=partial(runner.embedding, settings.pooling),
+        tool_parser=settings.tool_parser,
+        reasoning_effort=settings.reasoning_effort,
+        sampling=(
+            default_sampling(runner.settings.model, runner.settings.manifest)
+            if settings.generation_config == "auto"
+            else {}
+        ),
     )
     compiler = GrammarCompiler(runner.tokenizer, config.vocab_size, config.eos_token_ids)
     limits = Limits(keys.of if keys is not None else lambda _: None)

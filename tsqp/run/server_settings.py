@@ -22,6 +22,21 @@ from tsqp.run.settings import (
     settings_of,
 )
 
+# As tee_side.chat.calls and tee_side.serve.schema have them, which take long to import.
+ToolParser: TypeAlias = Literal[
+    "cohere",
+    "deepseek",
+    "deepseek-v3.1",
+    "glm",
+    "granite",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral-v3",
+    "phi",
+    "qwen3-coder",
+]
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 
 
@@ -89,6 +104,15 @@ class ServeSettings(EvidenceSettings, RunSettings):
     round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
     pooling: Literal["last", "mean"] | None = setting(
         None, "Of /v1/embeddings.", show_default="what the model's files say, or the last token"
+    )
+    tool_parser: ToolParser | None = setting(
+        None, "How MODEL writes calls of tools.", show_default="as its chat template does"
+    )
+    reasoning_effort: Effort | None = setting(
+        None, "Of requests that say nothing.", show_default="the model's own"
+    )
+    generation_config: Literal["auto", "none"] = setting(
+        "auto", "Sample as MODEL's generation_config.json says where a request says nothing."
     )
     audit_log: Path | None = file_setting("Sealed log of requests: key, time, tokens; no text.")
     audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)

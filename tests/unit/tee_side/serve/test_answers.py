@@ -81,6 +81,7 @@ def test_a_whole_answer_has_all_that_openai_s_has() -> None:
             "completion_tokens": new,
             "total_tokens": read + new,
             "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
 

@@ -417,11 +417,11 @@ class Compiler:
         self.compiled: list[str] = []
         self.begun, self.release = threading.Semaphore(0), threading.Event()
 
-    def __call__(self, kind: GrammarKind, content: Any, owner: str) -> Any:
+    def __call__(self, kind: GrammarKind, content: Any, owner: str, lead: str | None = None) -> Any:
         self.compiled.append(content)
         self.begun.release()
         assert content != "costly" or self.release.wait(60)
-        return compile_grammar(kind, content, owner)
+        return compile_grammar(kind, content, owner, lead)
 
 
 @in_a_loop

@@ -60,39 +60,61 @@ Ask = Callable[..., Reply]
 
 # Clients' own; none changes an answer.
 _NAMES = """user metadata store service_tier prompt_cache_key prompt_cache_retention
-safety_identifier parallel_tool_calls priority request_id cache_prompt guided_decoding_backend
-spaces_between_special_tokens session_id chat_id id_slot"""
+safety_identifier priority request_id cache_prompt guided_decoding_backend
+spaces_between_special_tokens session_id chat_id id_slot prediction mirostat_tau mirostat_eta
+dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold
+dynatemp_exponent repeat_last_n penalize_nl min_keep n_keep n_discard"""
 UNUSED: dict[str, Any] = dict.fromkeys(_NAMES.split(), "x")
 # The value that changes nothing, and one that would change the answer.
 NEUTRAL: dict[str, tuple[Any, Any]] = {
-    "best_of": (1, 2),
     "functions": ([], [{}]),
-    "function_call": ("none", "auto"),
-    "tools": ([], [{"type": "function"}]),
-    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "f"),
     "audio": (None, {"voice": "x"}),
     "modalities": (["text"], ["text", "audio"]),
-    "prediction": (None, {}),
-    "reasoning_effort": ("none", "high"),
     "web_search_options": (None, {}),
-    "min_tokens": (0, 1),
+    "verbosity": ("medium", "low"),
     "use_beam_search": (False, True),
     "length_penalty": (1, 1.5),
-    "include_stop_str_in_output": (False, True),
-    "skip_special_tokens": (True, False),
-    "truncate_prompt_tokens": (None, 5),
-    "suffix": (None, "end"),
-    "prompt_logprobs": (None, 1),
-    "verbosity": (None, "low"),
-    "allowed_token_ids": (None, [1]),
-    "bad_words": ([], ["a"]),
-    "chat_template_kwargs": ({}, {"a": 1}),
-    "continue_final_message": (False, True),
-    "detokenize": (True, False),
     "early_stopping": (False, True),
-    "return_token_ids": (False, True),
-    "return_tokens_as_token_ids": (False, True),
+    "logits_processors": ([], ["x"]),
+    "detokenize": (True, False),
     "timings_per_token": (False, True),
+    "post_sampling_probs": (False, True),
+    "return_progress": (False, True),
+    "do_sample": (True, False),
+    "watermark": (False, True),
+    "n_probs": (0, 3),
+    "typical_p": (1.0, 0.5),
+    "tfs_z": (1, 0.5),
+    "top_n_sigma": (-1, 1),
+    "mirostat": (0, 2),
+    "dry_multiplier": (0, 0.8),
+    "xtc_probability": (0.0, 0.1),
+    "dynatemp_range": (0, 1),
+    "repeat_penalty": (1, 1.1),
+}
+# What is done, at its neutral value.
+DONE: dict[str, Any] = {
+    "best_of": 0,
+    "seed": -1,
+    "stop": "",
+    "min_tokens": 0,
+    "bad_words": [],
+    "logit_bias": {},
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "text"},
+}
+OF_CHATS: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "chat_template_kwargs": {},
+    "continue_final_message": False,
+    "echo": False,
 }
 IN_CHATS = {"add_special_tokens": (False, True), "chat_template": (None, "{{ 1 }}")}
 
@@ -100,15 +122,17 @@ IN_CHATS = {"add_special_tokens": (False, True), "chat_template": (None, "{{ 1 }
 @each_row("ask", [complete, chat, embed], ids=lambda ask: ask.__name__)
 def test_what_is_unused_or_left_at_its_only_value_changes_nothing(ask: Ask) -> None:
     assert UNUSED.keys() == schema._UNUSED.keys()
-    assert NEUTRAL.keys() == schema._NOT_SUPPORTED.keys()
-    only = {name: values[0] for name, values in NEUTRAL.items()}
+    assert NEUTRAL.keys() == schema._NEUTRAL.keys()
+    only = DONE | {name: values[0] for name, values in NEUTRAL.items()}
     if ask is chat:
-        only |= {name: values[0] for name, values in IN_CHATS.items()} | {"echo": False}
+        only |= OF_CHATS | {name: values[0] for name, values in IN_CHATS.items()}
+    if ask is complete:
+        only |= {"suffix": ""}
     if ask is embed:
         only = {"truncate_prompt_tokens": None}
     engine = FakeEngine()
     ask(engine)
-    for fields in (UNUSED, only, dict.fromkeys([*UNUSED, *only])):
+    for fields in (UNUSED, only, dict.fromkeys([*UNUSED, *only, "never_heard_of"])):
         assert ask(engine, **fields).status == 200
     first, *others = map(asdict, engine.requests)
     assert others == [first] * 3
@@ -120,9 +144,7 @@ def test_what_would_change_the_answer_is_refused_by_name(ask: Ask) -> None:
     for name, (_, other) in (NEUTRAL | (IN_CHATS if ask is chat else {})).items():
         told[name] = ask(engine, **{name: other}).error()
     assert [name for name in told if told[name]["param"].split(".")[:2] != ["body", name]] == []
-    for name in ("tools", "bad_words", "chat_template_kwargs"):
-        assert told[name]["message"].endswith("nothing: this is not supported")
-    assert embed(truncate_prompt_tokens=5).error()["param"] == "body.truncate_prompt_tokens"
+    assert told["functions"]["message"].endswith("nothing: this is not supported")
     assert not engine.requests
 
 
@@ -141,10 +163,15 @@ HIDDEN, LONG = model().config.hidden_size, "a " * model().max_model_len
     ("ask", "field", "taken", "refused"),
     [
         (complete, "n", [1, 128], [0, 129, 1.5, "2", True]),
-        (complete, "max_tokens", [1], [0, -1, 2**31, "5"]),
-        (complete, "stop", ["a", ["a"] * 16], ["", "a" * 101, ["a"] * 17, ["a", ""], 5]),
+        (complete, "max_tokens", [1, -1], [0, -2, 2**31, "5"]),
+        (chat, "max_completion_tokens", [1, -1], [0, -2]),
+        (complete, "best_of", [0, 1], [2]),
+        (complete, "truncate_prompt_tokens", [1, -1], [0, -2]),
+        (complete, "allowed_token_ids", [[0, 1023]], [[], [1024]]),
+        (complete, "prompt_logprobs", [-1, 0, 20], [-2, 21]),
+        (complete, "stop", ["a", ["a"] * 16, [""]], ["a" * 101, ["a"] * 17, 5]),
         (complete, "stop_token_ids", [[0, 1023]], [[1024], [-1], ["5"]]),
-        (complete, "seed", [0, 2**62 - 1], [-1, 2**62, 0.5]),
+        (complete, "seed", [0, -5, 2**64 - 1], [2**64, -(2**63) - 1, 0.5]),
         (complete, "temperature", [0, 100], [-0.1, 100.1, "0.5", math.nan, math.inf, -math.inf]),
         (complete, "top_p", [0.1, 1], [0, 1.1]),
         (complete, "top_k", [-1, 0], [-2]),
@@ -155,7 +182,6 @@ HIDDEN, LONG = model().config.hidden_size, "a " * model().max_model_len
         (complete, "logit_bias", [{"1023": -100}], [{"5": 101}, {"1024": 1}, {"-1": 1}, {"²": 1}]),
         (complete, "logprobs", [0, 20], [-1, 21, True]),
         (chat, "top_logprobs", [0], [1, 21, -1]),
-        (complete, "stream_options", [None], [{"include_usage": True}]),
         (complete, "cache_salt", ["s" * 256], ["s" * 257]),
         (embed, "dimensions", [HIDDEN], [HIDDEN - 1]),
         (embed, "pooling", ["last", "mean"], ["max"]),
@@ -165,12 +191,12 @@ HIDDEN, LONG = model().config.hidden_size, "a " * model().max_model_len
             ["", "a", ["a", "b"], [5], [[5], [6]]],
             [[], [[]], [[5], []], [1024], [[5], [9, 1024]], [-1], "\ud800", ["a"] * 2049, LONG],
         ),
-        (embed, "input", ["a", [5] * 512], [[], [[]], [1024], None, [5] * 513]),
+        (embed, "input", ["a", [5] * 512], [[], [[]], [1024], [5] * 513]),
         (
             chat,
             "messages",
             [[USER], [{"role": "assistant"}, USER]],
-            [None, "Hello", [], [{}], [USER, {"role": "tool", "content": "a"}]]
+            [None, "Hello", [], [{}], [USER, {"role": "narrator", "content": "a"}]]
             + [[{"role": "user", "content": one}] for one in (None, 5, "\ud800", LONG, [IMAGE])]
             + [[{"role": "user"}], [USER | {"weight": 1}], [USER | {"tool_calls": [{}]}]],
         ),

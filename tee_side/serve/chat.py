@@ -1,0 +1,185 @@
+"""`/v1/chat/completions`: tools that may be called, thinking, and how a reply is read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from protocol.errors import PromptError
+from tee_side.chat.call_grammar import ReplyGrammar
+from tee_side.chat.calls import CALL_FORMS, CallForm, CallReader
+from tee_side.chat.reply import ReplyReader, special_among
+from tee_side.serve.answers import ChatForm, OfferedModel
+from tee_side.serve.completions import (
+    Reading,
+    check_fields,
+    exchange,
+    prepared,
+    truncated,
+)
+from tee_side.serve.conversation import encode_chat
+from tee_side.serve.errors import ApiError, of_engine, require
+from tee_side.serve.exchange import EngineResponse, Serving
+from tee_side.serve.grammar import CallsSource
+from tee_side.serve.schema import (
+    AllowedTools,
+    ChatRequest,
+    NamedTool,
+    Tool,
+)
+from tee_side.serve.watch import RequestWatch
+
+# Where the end of a prompt shows whether the model's thinking has begun.
+_TAIL = 32
+
+
+@dataclass(frozen=True)
+class _Choosing:
+    """What of the tools may be called. `must`: one of them is; `one`: no more than one."""
+
+    tools: Sequence[Tool] = ()
+    must: bool = False
+    one: bool = False
+
+
+def _choosing(body: ChatRequest) -> _Choosing:
+    """Read `tool_choice`. Raises ApiError."""
+    tools, choice = body.tools or [], body.tool_choice
+    known = {tool.function.name: tool for tool in tools}
+    require(len(known) == len(tools), "body.tools", "each name once")
+    one = body.parallel_tool_calls is False
+    if choice is None:
+        return _Choosing(tools, one=one)
+    if choice == "none":
+        return _Choosing()
+    named = [choice] if isinstance(choice, NamedTool) else []
+    must = choice == "required" or bool(named)
+    if isinstance(choice, AllowedTools):
+        named, must = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
+    require(tools or not (must or named), "body.tools", "tools to choose of")
+    there = all(one.function.name in known for one in named)
+    require(there, "body.tool_choice", "names of tools that are in tools")
+    chosen = [known[one.function.name] for one in named] or tools
+    return _Choosing(chosen, must, one or isinstance(choice, NamedTool))
+
+
+def _form(model: OfferedModel) -> CallForm:
+    """Return how the model writes calls. Raises ApiError."""
+    source = model.template.source(with_tools=True)
+    ApiError.unless(
+        model.call_form is not None and "tools" in source,
+        400,
+        "the model's chat template knows no tools, or writes calls in a form that is not known"
+        " (tee-runner serve --tool-parser)",
+        param="body.tools",
+        code="no_tools",
+    )
+    return CALL_FORMS[model.call_form or ""][1]
+
+
+def _thinking(model: OfferedModel, ids: Sequence[int]) -> tuple[tuple[str, str] | None, bool]:
+    """Return the signs around the thinking that may come, and whether a prompt has begun it."""
+    if model.thinking is None:
+        return None, False
+    raw, tail = model.tokenizer.raw, list(ids[-_TAIL:])
+    at = [-1, -1]
+    for which, sign in enumerate(model.thinking):
+        sign_id = raw.token_to_id(sign)
+        if sign_id in tail:
+            at[which] = len(tail) - 1 - tail[::-1].index(sign_id)
+    begun, ended = at
+    if begun > ended:
+        return model.thinking, True
+    closed = ended >= 0 and not raw.decode(tail[ended + 1 :], skip_special_tokens=False).strip()
+    return (None if closed else model.thinking), False
+
+
+def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Reading:
+    """Return how a reply is read, and what it has to follow. Raises ApiError."""
+    choosing = _choosing(body)
+    thinking, inside = _thinking(model, ids)
+    added = {one.content: i for i, one in model.tokenizer.raw.get_added_tokens_decoder().items()}
+    rules = ReplyGrammar(added)
+    lead = rules.thinking(thinking, inside=inside)
+    signs = "".join(thinking or ())
+    if not choosing.tools:
+        if thinking is None:
+            return Reading()
+        reader = partial(ReplyReader, thinking, inside=inside)
+        shown = special_among(model.tokenizer, signs)
+        return Reading(reader=reader, shown=shown, lead=rules.lark(f"{lead} @answer"))
+    form = _form(model)
+    tools = {tool.function.name: tool.function.parameters or {} for tool in choosing.tools}
+    calls: CallsSource | None = None
+    strict = any(tool.function.strict for tool in choosing.tools)
+    answer = _answer_schema(body)
+    if choosing.must or strict or answer is not None:
+        try:
+            start = rules.calls(
+                form, tools, one=choosing.one, free=not choosing.must, answer=answer
+            )
+        except PromptError as error:
+            raise of_engine(error, "body.tools") from None
+        calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
+
+    def reader_of() -> ReplyReader:
+        read = CallReader(form, tools, 1 if choosing.one else None)
+        return ReplyReader(thinking, inside=inside, calls=read)
+
+    signs += "".join((*form.begins, *form.dropped, *form.written))
+    return Reading(reader=reader_of, shown=special_among(model.tokenizer, signs), calls=calls)
+
+
+def _answer_schema(body: ChatRequest) -> Mapping[str, Any] | None:
+    """Return the schema of a reply that calls no tool, None for text."""
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    return (
+        form.schema_ or {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+    )
+
+
+async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
+    """Answer a conversation."""
+    return await prepared(prepare_chat, body, request, compiles=asks_for_calls(body))
+
+
+def asks_for_calls(body: ChatRequest) -> bool:
+    """Whether a grammar of calls has to be compiled."""
+    return bool(body.tools) and (
+        body.tool_choice not in (None, "auto", "none")
+        or any(tool.function.strict for tool in body.tools or ())
+    )
+
+
+def prepare_chat(
+    serving: Serving,
+    caller: RequestWatch,
+    body: ChatRequest,
+    form: ChatForm | None = None,
+) -> EngineResponse:
+    """Return the answer of a body. Raises ApiError."""
+    model = serving.model
+    check_fields(model, body)
+    require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
+    told = [] if body.tool_choice == "none" else body.tools or []
+    ids = truncated(encode_chat(model, body, tools=told), body, model)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(body, field)
+    require(limit != 0, f"body.{field}", "at least 1")
+    return exchange(
+        serving,
+        caller,
+        form or ChatForm(),
+        body,
+        prompts=[tuple(ids)],
+        param="body.messages",
+        max_tokens=model.default_max_tokens if limit is None else limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        reading=_reading(model, body, ids),
+    )
