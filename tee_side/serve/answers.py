@@ -25,6 +25,7 @@ from tee_side.engine.embedding import Embedding
 from tee_side.engine.request import FinishReason, Logprob, NewToken, PromptRead, Request
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 from tee_side.serve.background import Delivery
+from tee_side.serve.errors import ApiError
 
 TokenNames: TypeAlias = Callable[[int], tuple[str, str]]
 
@@ -359,14 +360,29 @@ class _Choice:
         return '"tool_calls"' if called else _FINISH[self.finish]
 
 
-class WholeAnswer:
-    """Collects the choices, and writes one JSON object at the end.
+class _Answer:
+    """What all have.
 
-    `requests`: one a prompt; choices are numbered prompt by prompt. `counts`: of the HTTP request;
-    they are told as multiples of `round_usage`.
+    `streamed`: what is returned is sent as it comes, and `done` at the end. `counts`: of the HTTP
+    request; they are told as multiples of `round_usage`.
     """
 
     content_type = "application/json"
+    streamed, done = False, ""
+
+    def __init__(self) -> None:
+        self.counts, self.round_usage = TokenCounts(0), 1
+
+    def failed(self, error: ApiError) -> str:
+        """Return the last event of a stream that fails."""
+        return f"data: {error.body}\n\n"
+
+
+class WholeAnswer(_Answer):
+    """Collects the choices, and writes one JSON object at the end.
+
+    `requests`: one a prompt; choices are numbered prompt by prompt.
+    """
 
     def __init__(
         self,
@@ -378,7 +394,7 @@ class WholeAnswer:
         self._shape = shape = Shape() if shape is None else shape
         self._form, self._model, self._requests = form, model, requests
         self._names = _id_name if shape.names_are_ids else model.names
-        self.counts, self.round_usage = TokenCounts(0), 1
+        super().__init__()
         count, echo = 0, shape.echo
         self._choices: list[list[_Choice]] = []
         for prompt, request in enumerate(requests):
@@ -499,6 +515,7 @@ class StreamedAnswer(WholeAnswer):
     """Writes an event for each token."""
 
     content_type = "text/event-stream"
+    streamed, done = True, "data: [DONE]\n\n"
 
     @cached_property
     def _head(self) -> str:
@@ -532,27 +549,27 @@ class StreamedAnswer(WholeAnswer):
         told = self._usage() if self._shape.running_usage else "null"
         counted = f',"usage":{told}' if self._shape.usage else ""
         event = f'{self._head}"choices":[{written}]{counted}'
-        if self._shape.filled:
-            # Two characters end the object and the string, eighteen begin it.
-            letters = -(len(event) + 20) % _FILLED_TO
-            event += f',"obfuscation":"{secrets.token_hex(_FILLED_TO // 2)[:letters]}"'
-        return f"{event}}}\n\n"
+        return f"{filled(event) if self._shape.filled else event}}}\n\n"
 
 
-class EmbeddingAnswer:
+def filled(event: str) -> str:
+    """Fill an event up that lacks its last bracket, so that its size tells less of its text."""
+    letters = -(len(event) + len(',"obfuscation":""}')) % _FILLED_TO
+    return f'{event},"obfuscation":"{secrets.token_hex(_FILLED_TO // 2)[:letters]}"'
+
+
+class EmbeddingAnswer(_Answer):
     """Collects the vectors. `as_base64`: of float32, lowest byte first; else as numbers.
 
     `dimensions`: how many of their first elements; None for all.
     """
 
-    content_type = "application/json"
-
     def __init__(
         self, model: OfferedModel, count: int, *, as_base64: bool, dimensions: int | None = None
     ) -> None:
         self._model, self._as_base64, self._dimensions = model, as_base64, dimensions
+        super().__init__()
         self._found = [""] * count
-        self.counts, self.round_usage = TokenCounts(0), 1
 
     def add(self, prompt: int, delivery: Delivery) -> str:
         """Take a vector."""
@@ -576,6 +593,8 @@ class EmbeddingAnswer:
 
 
 AnswerWriter: TypeAlias = WholeAnswer | EmbeddingAnswer
+# Makes what writes an answer.
+Writing: TypeAlias = Callable[[OfferedModel, Sequence[Request], Shape], WholeAnswer]
 
 
 def head(id_prefix: str, kind: str, model: OfferedModel) -> str:

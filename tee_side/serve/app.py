@@ -29,6 +29,7 @@ from tee_side.serve.conversation import encode_chat
 from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
+from tee_side.serve.responses import responses
 from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
@@ -151,8 +152,8 @@ def create_app(
             expose_headers=["*"],
         )
     guarded = APIRouter(route_class=Guarded, responses=_ERRORS)
-    for method, path, endpoint, responses in _GUARDED:
-        guarded.add_api_route(path, endpoint, methods=[method], responses=responses)
+    for method, path, endpoint, told in _GUARDED:
+        guarded.add_api_route(path, endpoint, methods=[method], responses=told)
     app.include_router(guarded)
     app.add_api_route("/health", health, methods=["GET"], responses=_ERRORS)
     app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
@@ -270,10 +271,13 @@ def _described(model: OfferedModel) -> dict[str, Any]:
     }
 
 
-_METERED = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize")
+_METERED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize"),
+)
 _GUARDED: tuple[tuple[str, str, Callable[..., Any], _Responses], ...] = (
     ("POST", "/v1/completions", completions, _SSE),
     ("POST", "/v1/chat/completions", chat_completions, _SSE),
+    ("POST", "/v1/responses", responses, _SSE),
     ("POST", "/v1/embeddings", embeddings, {}),
     ("POST", "/tokenize", tokenize, {}),
     ("POST", "/detokenize", detokenize, {}),

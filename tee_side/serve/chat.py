@@ -13,13 +13,14 @@ from protocol.errors import PromptError
 from tee_side.chat.call_grammar import ReplyGrammar
 from tee_side.chat.calls import CALL_FORMS, CallForm, CallReader
 from tee_side.chat.reply import ReplyReader, special_among
-from tee_side.serve.answers import ChatForm, OfferedModel
+from tee_side.serve.answers import ChatForm, OfferedModel, Writing
 from tee_side.serve.completions import (
     Reading,
     check_fields,
     exchange,
     prepared,
     truncated,
+    written_in,
 )
 from tee_side.serve.conversation import encode_chat
 from tee_side.serve.errors import ApiError, of_engine, require
@@ -161,9 +162,9 @@ def prepare_chat(
     serving: Serving,
     caller: RequestWatch,
     body: ChatRequest,
-    form: ChatForm | None = None,
+    writing: Writing | None = None,
 ) -> EngineResponse:
-    """Return the answer of a body. Raises ApiError."""
+    """Return the answer of a body, as `writing` has it. Raises ApiError."""
     model = serving.model
     check_fields(model, body)
     require(not body.top_logprobs or body.logprobs, "body.top_logprobs", "logprobs to be true")
@@ -175,7 +176,7 @@ def prepare_chat(
     return exchange(
         serving,
         caller,
-        form or ChatForm(),
+        writing or written_in(ChatForm(), body),
         body,
         prompts=[tuple(ids)],
         param="body.messages",

@@ -26,6 +26,7 @@ from tee_side.serve.answers import (
     Shape,
     StreamedAnswer,
     WholeAnswer,
+    Writing,
 )
 from tee_side.serve.constraints import TokenRules, spellings
 from tee_side.serve.conversation import encode_chat
@@ -209,7 +210,7 @@ class Reading:
 def exchange(
     serving: Serving,
     caller: RequestWatch,
-    form: AnswerForm,
+    writing: Writing,
     body: Generating,
     *,
     prompts: Sequence[tuple[int, ...]],
@@ -221,6 +222,7 @@ def exchange(
 ) -> EngineResponse:
     """Return the answer of an endpoint. Raises ApiError; compiling a grammar takes a while.
 
+    `writing`: makes what writes it.
     `param`: the field that the prompts came from. `max_tokens`: of each sample, -1 for as many as
     there is room for. `logprobs`: of new tokens, with so many of the likeliest; `echo`: what each
     prompt's choices begin with, with logprobs too if those of new tokens are wanted.
@@ -264,8 +266,12 @@ def exchange(
         ids=bool(body.return_token_ids),
         names_are_ids=bool(body.return_tokens_as_token_ids),
     )
-    written = StreamedAnswer if body.stream else WholeAnswer
-    return EngineResponse(serving, caller, requests, written(form, model, requests, shape))
+    return EngineResponse(serving, caller, requests, writing(model, requests, shape))
+
+
+def written_in(form: AnswerForm, body: Generating) -> Writing:
+    """Return what writes an answer in a form, at once or as it comes."""
+    return partial(StreamedAnswer if body.stream else WholeAnswer, form)
 
 
 def _sampling(model: OfferedModel, body: Generating) -> SamplingSettings:
@@ -384,7 +390,7 @@ def prepare_completion(
     return exchange(
         serving,
         caller,
-        CompletionForm(),
+        written_in(CompletionForm(), body),
         body,
         prompts=prompts,
         param=param,

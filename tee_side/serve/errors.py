@@ -39,7 +39,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 _FIXED_MESSAGES = re.compile(
     r"(bool|dict|float|int|list|model|string)_(type|attributes_type)|(less|greater)_than(_equal)?"
     r"|missing|literal_error|none_required|finite_number|string_too_(short|long)|fewer_fields"
-    r"|text_alone|function_alone"
+    r"|text_alone|function_alone|stateless"
 )
 _KNOWN_TYPES = {
     "extra_forbidden": "no such field",

@@ -15,14 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from protocol.errors import EngineError, TsqpError
 from tee_side.engine.request import Request
-from tee_side.serve.answers import AnswerWriter, OfferedModel, StreamedAnswer, TokenCounts
+from tee_side.serve.answers import AnswerWriter, OfferedModel, TokenCounts
 from tee_side.serve.background import BackgroundEngine, Delivery, QueueFullError, Ticket
 from tee_side.serve.errors import ApiError, loading, of_engine
 from tee_side.serve.grammar import GrammarMatcher
 from tee_side.serve.identity import HEADER, AnswerReceipt, ReceiptChain
 from tee_side.serve.watch import RequestWatch, Watch
-
-_DONE = "data: [DONE]\n\n"
 
 # Prompts of one HTTP request that wait or run at a time.
 _AT_ONCE = 16
@@ -106,7 +104,7 @@ class EngineResponse(Response):
         self._started = False
         self._outcome = "cancelled"
         # An answer that comes whole shows no times between tokens.
-        self._streamed = isinstance(answer, StreamedAnswer)
+        self._streamed = answer.streamed
         self._tempo_s = serving.tempo_s if self._streamed else 0.0
         self._next_s = 0.0
         self._counts = TokenCounts(sum(len(request.prompt_ids) for request in requests))
@@ -154,12 +152,13 @@ class EngineResponse(Response):
                     await self._send(send, text)
                 self._submit()
             await self._tick()
-            text, end = self._answer.finish(), _DONE if self._streamed else ""
+            text, end = self._answer.finish(), self._answer.done
         except (TsqpError, asyncio.CancelledError) as error:
             cause = error if isinstance(error, TsqpError) else ending()
             if not self._started:
                 raise cause from None
-            text, end, outcome = f"data: {of_engine(cause).body}\n\n", "", type(cause).__name__
+            text, end = self._answer.failed(of_engine(cause)), ""
+            outcome = type(cause).__name__
         if self._departure.done():
             return
         # Settled before the last byte: a client that has all may leave.

@@ -98,7 +98,7 @@ GRAMMARS: dict[str, tuple[GrammarKind, Any]] = {
 }
 
 
-def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
+def accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
     """Return what adds fields to a model that are not read one by one, None by default."""
 
     def add(model: type[_B]) -> type[_B]:
@@ -183,7 +183,7 @@ class ResponseFormat(Body):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-@_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
+@accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
 class StructuredOutputs(Body):
     """vLLM's form of a grammar; one of the fields."""
 
@@ -193,7 +193,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: None = None
 
 
-@_accepting(
+@accepting(
     _UNUSED | _NEUTRAL | SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
 )
 class Generating(Body):
@@ -390,7 +390,7 @@ class ChatRequest(Chat, Generating):
     echo: Literal[False] | None = None
 
 
-@_accepting(_UNUSED)
+@accepting(_UNUSED)
 class EmbeddingsRequest(Body):
     """`/v1/embeddings`: of texts, or of a conversation.
 

@@ -80,7 +80,11 @@ def test_the_tempo_that_serve_is_told_is_the_server_s() -> None:
     parts, fake = mock.Mock(keys=None, audit=None, identity=None), mock.MagicMock()
     with (
         mock.patch("tsqp.run.server._fingerprint"),
-        mock.patch.multiple("tsqp.run.server", chat_template=mock.Mock(), default_sampling=dict),
+        mock.patch.multiple(
+            "tsqp.run.server",
+            chat_template=mock.Mock(),
+            default_sampling=mock.Mock(return_value={}),
+        ),
         mock.patch("tsqp.run.server.create_app") as made,
     ):
         _app(fake, settings, None, parts, fake)

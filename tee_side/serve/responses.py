@@ -1,0 +1,372 @@
+"""`/v1/responses`, without state: another writing of a chat.
+
+What is asked becomes a ChatRequest, and a reply's pieces become items: thinking, messages and calls
+of tools. Nothing is kept from one request to the next.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from tee_side.chat.reply import Piece
+from tee_side.engine.request import Request
+from tee_side.serve.answers import (
+    ChatForm,
+    Entry,
+    OfferedModel,
+    Shape,
+    StreamedAnswer,
+    WholeAnswer,
+    filled,
+)
+from tee_side.serve.chat import asks_for_calls, prepare_chat
+from tee_side.serve.completions import prepared
+from tee_side.serve.errors import ApiError, of_validation, require
+from tee_side.serve.exchange import EngineResponse, Serving
+from tee_side.serve.schema import (
+    SAMPLING,
+    Body,
+    ChatRequest,
+    Effort,
+    Likeliest,
+    StreamOptions,
+    TextPart,
+    accepting,
+)
+from tee_side.serve.watch import RequestWatch
+
+_STATELESS = "nothing: no answer is kept here; send all of the conversation as input"
+_SAMPLING = ("top_p", "frequency_penalty", "presence_penalty")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class Item(Body):
+    """A message, a call or its result, or thinking, as an answer had it."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Any] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: Any = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kept(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("type") == "item_reference":
+            raise PydanticCustomError("stateless", _STATELESS)
+        return value
+
+
+class Reasoning(Body):
+    """How much to think. A summary is not made."""
+
+    effort: Effort | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class TextOptions(Body):
+    """`format`: as `response_format`, without an object of its own for a schema."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+@accepting(
+    dict.fromkeys(
+        (
+            *("metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+            *("safety_identifier", "max_tool_calls"),
+        ),
+        Any,
+    )
+    | {name: SAMPLING[name] for name in _SAMPLING}
+)
+class ResponsesRequest(Body):
+    """`/v1/responses`."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_logprobs: Likeliest | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: None = None
+
+
+async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
+    """Answer a conversation."""
+    for name in ("store", "background", "previous_response_id", "conversation"):
+        require(not getattr(body, name), f"body.{name}", _STATELESS)
+    asked = _asked(body)
+
+    def prepare(serving: Serving, caller: RequestWatch, chat: ChatRequest) -> EngineResponse:
+        return prepare_chat(serving, caller, chat, partial(ResponseAnswer, body))
+
+    return await prepared(prepare, asked, request, compiles=asks_for_calls(asked))
+
+
+def _asked(body: ResponsesRequest) -> ChatRequest:
+    """Return the same as a chat. Raises ApiError, by the chat's names for fields."""
+    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    system = [] if body.instructions is None else [_message("system", body.instructions)]
+    text, thinking = body.text or TextOptions(), body.reasoning or Reasoning()
+    form, choice = text.format, body.tool_choice
+    if form is not None and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": _without(form, "type")}
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = _nested(choice)
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = _without(choice, "type") | {"tools": list(map(_nested, choice.get("tools", ())))}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    same = ("model", "parallel_tool_calls", "temperature", "stream", "stream_options")
+    logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
+    fields = {name: getattr(body, name) for name in (*same, *_SAMPLING)} | {
+        "messages": [*system, *_turns(items)],
+        "tools": None if body.tools is None else list(map(_nested, body.tools)),
+        "tool_choice": choice,
+        "max_completion_tokens": body.max_output_tokens,
+        "response_format": form,
+        "reasoning_effort": thinking.effort,
+        "logprobs": logprobs,
+        "top_logprobs": body.top_logprobs,
+    }
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise of_validation(faults) from None
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a function as chats have it: in an object of its own."""
+    if tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": _without(tool, "type")}
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _turns(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
+    """Yield turns: what an assistant thought, said and called without a stop is one."""
+    turn: dict[str, Any] | None = None
+    for item in items:
+        if item.type == "function_call_output" or item.role not in (None, "assistant"):
+            if turn is not None:
+                yield turn
+            turn = None
+            if item.role is None:
+                result = item.output or ""
+                parts = result if isinstance(result, str) else [one.model_dump() for one in result]
+                yield _message("tool", parts) | {"tool_call_id": item.call_id}
+            else:
+                yield _message(item.role, item.content)
+            continue
+        if turn is None or (item.role is not None and turn.keys() & {"content", "tool_calls"}):
+            if turn is not None:
+                yield turn
+            turn = {"role": "assistant"}
+        if item.type == "reasoning":
+            said = item.content if isinstance(item.content, list) and item.content else item.summary
+            turn["reasoning_content"] = "".join(str(one.get("text", "")) for one in said or ())
+        elif item.type == "function_call":
+            function = {"name": item.name, "arguments": item.arguments or ""}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        else:
+            turn["content"] = item.content
+    if turn is not None:
+        yield turn
+
+
+# By kind of item: what its id begins with, its events, and what holds its text.
+_KINDS = {
+    "message": ("msg_", "response.output_text", "output_text"),
+    "reasoning": ("rs_", "response.reasoning_text", "reasoning_text"),
+    "function_call": ("fc_", "response.function_call_arguments", ""),
+}
+
+
+class ResponseAnswer(WholeAnswer):
+    """Writes a response, or the events by which it comes about, in OpenAI's order."""
+
+    done = ""
+
+    def __init__(
+        self, body: ResponsesRequest, model: OfferedModel, requests: Sequence[Request], shape: Shape
+    ) -> None:
+        super().__init__(ChatForm(), model, requests, shape)
+        self.streamed = bool(body.stream)
+        self.content_type = StreamedAnswer.content_type if self.streamed else self.content_type
+        self._number, self._item = 0, dict[str, Any]()
+        given = body.model_dump(exclude_none=True, exclude={"input", "stream", "stream_options"})
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "temperature": requests[0].sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": requests[0].sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            **given,
+            "model": model.name,
+            "store": False,
+        }
+
+    def failed(self, error: ApiError) -> str:
+        """Return the last event of a stream that fails."""
+        said = json.loads(error.body)["error"]
+        return self._tell("error", code=said["code"], message=said["message"], param=said["param"])
+
+    def finish(self) -> str:
+        """Return the response, or the event that has it."""
+        counts = self.counts.rounded(self.round_usage)
+        self._response["usage"] = {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached},
+            "output_tokens": counts.completion,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning},
+            "total_tokens": counts.prompt + counts.completion,
+        }
+        status = self._response["status"]
+        event = self._tell(f"response.{status}", response=self._response)
+        return event if self.streamed else json.dumps(self._response, separators=(",", ":"))
+
+    def _open(self, choice: Any, more: str) -> str:
+        return self._tell("response.created", response=self._response) + self._tell(
+            "response.in_progress", response=self._response
+        )
+
+    def _write(
+        self, choice: Any, piece: Piece, entries: Sequence[Entry], ids: Sequence[int]
+    ) -> str:
+        events = self._said("reasoning", piece.reasoning)
+        events += self._said("message", piece.content, [json.loads(one[0]) for one in entries])
+        for call in piece.calls:
+            if call.id is not None:
+                events += self._close("completed")
+                events += self._begin("function_call", call_id=call.id, name=call.name)
+            events += self._said("function_call", call.arguments)
+        if choice.finish is not None:
+            cut = choice.finish == "length"
+            status = "incomplete" if cut else "completed"
+            events += self._close(status)
+            details = {"reason": "max_output_tokens"} if cut else None
+            self._response |= {"status": status, "incomplete_details": details}
+        return events
+
+    def _begin(self, kind: str, **fields: Any) -> str:
+        """Begin an item."""
+        id_prefix, _, part = _KINDS[kind]
+        self._item = {"id": f"{id_prefix}{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        self._item |= fields
+        if kind == "function_call":
+            self._item["arguments"] = ""
+            return self._tell("response.output_item.added", item=self._item)
+        own_fields: dict[str, Any] = {
+            "message": {"role": "assistant"},
+            "reasoning": {"summary": []},
+        }
+        self._item |= own_fields[kind]
+        event = self._tell("response.output_item.added", item=self._item | {"content": []})
+        own: dict[str, Any] = {"type": part, "text": ""}
+        own |= {"annotations": [], "logprobs": []} if kind == "message" else {}
+        self._item["content"] = [own]
+        return event + self._tell("response.content_part.added", part=own)
+
+    def _said(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> str:
+        """Add text to the item of a kind; another one ends."""
+        if not text:
+            return ""
+        events = ""
+        if self._item.get("type") != kind:
+            events = self._close("completed") + self._begin(kind)
+        more: dict[str, Any] = {}
+        if kind == "function_call":
+            self._item["arguments"] += text
+        else:
+            part = self._item["content"][0]
+            part["text"] += text
+            if kind == "message":
+                part["logprobs"] += logprobs
+                more["logprobs"] = list(logprobs)
+        return events + self._tell(f"{_KINDS[kind][1]}.delta", delta=text, **more)
+
+    def _close(self, status: str) -> str:
+        """End the item that is open, if one is."""
+        item = self._item
+        if not item:
+            return ""
+        item["status"] = status
+        done = f"{_KINDS[item['type']][1]}.done"
+        if item["type"] == "function_call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            events = self._tell(done, **said)
+        else:
+            (part,) = item["content"]
+            said = {key: part[key] for key in ("text", "logprobs") if key in part}
+            events = self._tell(done, **said) + self._tell("response.content_part.done", part=part)
+        events += self._tell("response.output_item.done", item=item)
+        self._response["output"].append(item)
+        self._item = {}
+        return events
+
+    def _tell(self, kind: str, **fields: Any) -> str:
+        """Write an event, with the place that it is about."""
+        if not self.streamed:
+            return ""
+        said = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        if "response" not in fields and kind != "error":
+            said["output_index"] = len(self._response["output"])
+            if "item" not in fields:
+                said["item_id"] = self._item["id"]
+                if self._item["type"] != "function_call":
+                    said["content_index"] = 0
+        text = json.dumps(said, separators=(",", ":"))[:-1]
+        text = filled(text) if self._shape.filled and kind.endswith(".delta") else text
+        return f"event: {kind}\ndata: {text}}}\n\n"
