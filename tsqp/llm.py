@@ -6,7 +6,7 @@ Names are those of vLLM's `LLM`, as far as they mean the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,10 +24,11 @@ from pydantic import (
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
+from tee_side.chat.calls import CallReader
+from tee_side.chat.reply import MarkedStream, ReplyForm, ReplyReader, add_calls
 from tee_side.chat.template import Conversation
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Logprob, Request, SamplingSettings
-from tee_side.engine.tokenizer import TextStream
 from tee_side.serve.background import BackgroundEngine, Delivery, EngineStats, Ticket
 from tsqp.run.conversations import chat_template
 from tsqp.run.load import engine_settings, load, open_runner
@@ -84,10 +85,15 @@ class SamplingParams(SamplingSettings):
 
 @dataclass
 class CompletionOutput:
-    """One sample. `logprobs`: of each token, None where they were not asked for."""
+    """One sample. `logprobs`: of each token, None where they were not asked for.
+
+    Of a chat, `reasoning` and `tool_calls` are apart from the text, as OpenAI's API names them.
+    """
 
     index: int
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] | None = None
     finish_reason: str | None = None
@@ -193,10 +199,45 @@ class LLM(AbstractContextManager["LLM"]):
             return [one.result() for one in running]
 
     def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the assistant's next turn of a conversation, one output. Raises as `generate`."""
-        return self.generate([self._chat_ids(messages)], sampling_params)
+        """Return the assistant's next turn of a conversation, one output. Raises as `generate`.
+
+        Options are those of `/v1/chat/completions`; all of the tools may be called.
+        """
+        ids = self._chat_ids(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs or {},
+        )
+        form = ReplyForm(self._template)
+        thinking, inside = form.behind(self._tokenizer, ids)
+        with PromptError.instead_of(
+            (KeyError, TypeError, AttributeError),
+            "tools",
+            "something else",
+            "functions, as OpenAI's",
+        ):
+            known = {t["function"]["name"]: t["function"].get("parameters") for t in tools or ()}
+
+        def reader() -> ReplyReader:
+            calls = CallReader(form.calls, known) if known and form.calls else None
+            return ReplyReader(thinking, inside=inside, calls=calls)
+
+        shown = form.shown(self._tokenizer)
+        with closing(self._start(ids, sampling_params, reader, shown)) as running:
+            return [running.result()]
 
     def stream(
         self, prompt: str | Sequence[int] | Sequence[Message], params: SamplingParams | None = None
@@ -241,16 +282,22 @@ class LLM(AbstractContextManager["LLM"]):
                     vectors.append(said.vector(one.pooled_D, dimensions).tolist())
         return vectors
 
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_ids(self, messages: Sequence[Message], **more: Any) -> list[int]:
         PromptError.unless(
             all(isinstance(message, Mapping) for message in messages),
             "messages",
             "something else",
             "mappings, role to text",
         )
-        return self._template.encode(Conversation(messages=messages))
+        return self._template.encode(Conversation(messages=messages, **more))
 
-    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None) -> _Running:
+    def _start(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        reader: Callable[[], ReplyReader] = ReplyReader,
+        shown: Mapping[int, str] | None = None,
+    ) -> _Running:
         params = SamplingParams() if params is None else params
         PromptError.unless(
             isinstance(params, SamplingParams),
@@ -276,7 +323,10 @@ class LLM(AbstractContextManager["LLM"]):
         )
         self._engine.check(request)
         text = prompt if isinstance(prompt, str) else None
-        streams = [TextStream(self._tokenizer, stop, request.prompt_ids) for _ in range(params.n)]
+        streams = [
+            (MarkedStream(self._tokenizer, stop, request.prompt_ids, shown), reader())
+            for _ in range(params.n)
+        ]
         return _Running(self._engine, request, text, streams)
 
 
@@ -288,7 +338,7 @@ class _Running:
         engine: BackgroundEngine,
         request: Request,
         prompt: str | None,
-        streams: Sequence[TextStream],
+        streams: Sequence[tuple[MarkedStream, ReplyReader]],
     ) -> None:
         self._engine, self._streams = engine, streams
         self._deliveries: SimpleQueue[Delivery] = SimpleQueue()
@@ -333,13 +383,21 @@ class _Running:
             if self._output.prompt_logprobs is not None:
                 self._output.prompt_logprobs = [None, *delivery.prompt.logprobs]
         for token in delivery.tokens:
-            output, stream = self._output.outputs[token.sample], self._streams[token.sample]
+            output, (stream, reader) = (
+                self._output.outputs[token.sample],
+                self._streams[token.sample],
+            )
             output.token_ids.append(token.token_id)
-            output.text += stream.feed(token.token_id)
+            text, final = stream.feed(token.token_id), token.finish_reason is not None
+            piece = reader.feed(text + stream.flush() if final else text, final=final)
+            output.text, output.reasoning = (
+                output.text + piece.content,
+                output.reasoning + piece.reasoning,
+            )
+            add_calls(output.tool_calls, piece.calls)
             if token.logprob is not None and output.logprobs is not None:
                 output.logprobs.append(token.logprob)
             if token.finish_reason is not None:
-                output.text += stream.flush()
                 output.finish_reason = token.finish_reason
         return delivery.ended
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from tee_side.chat.calls import CallPiece, CallReader, unfinished
+from tee_side.chat.calls import CALL_FORMS, CallPiece, CallReader, form_of, unfinished
+from tee_side.chat.template import ChatTemplate
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
+# Of a prompt, where it shows whether thinking has begun.
+_TAIL = 32
 # Around what a model thinks. A template that has the second one is that of a model which does.
 THINKING = (
     ("<think>", "</think>"),
@@ -27,18 +31,13 @@ class Piece:
     calls: Sequence[CallPiece] = ()
 
 
-def whole_reply(pieces: Iterable[Piece]) -> Piece:
-    """Put pieces of a reply together, those of each call among them."""
-    content, reasoning, calls = "", "", list[CallPiece]()
-    for piece in pieces:
-        content, reasoning = content + piece.content, reasoning + piece.reasoning
-        for one in piece.calls:
-            if one.id is not None:
-                calls.append(one)
-            else:
-                said = calls[one.index].arguments + one.arguments
-                calls[one.index] = replace(calls[one.index], arguments=said)
-    return Piece(content, reasoning, calls)
+def add_calls(calls: list[dict[str, Any]], pieces: Iterable[CallPiece]) -> None:
+    """Add pieces to calls, which are as OpenAI's API has them."""
+    for one in pieces:
+        if one.id is not None:
+            function = {"name": one.name, "arguments": ""}
+            calls.append({"id": one.id, "type": "function", "function": function})
+        calls[one.index]["function"]["arguments"] += one.arguments
 
 
 class ReplyReader:
@@ -138,3 +137,39 @@ def special_among(tokenizer: Tokenizer, text: str | None = None) -> dict[int, st
     added = tokenizer.raw.get_added_tokens_decoder().items()
     special = {token_id: one.content for token_id, one in added if one.special}
     return special if text is None else {i: name for i, name in special.items() if name in text}
+
+
+class ReplyForm:
+    """How a model writes replies: the signs around its thinking, and calls; None for neither.
+
+    `parser`: the form of its calls, a name in CALL_FORMS; None: what its template shows.
+    """
+
+    def __init__(self, template: ChatTemplate, parser: str | None = None) -> None:
+        source = template.source(with_tools=False)
+        self.thinking = next((signs for signs in THINKING if signs[1] in source), None)
+        source = template.source(with_tools=True)
+        name = (parser or form_of(source)) if "tools" in source else None
+        self.calls = None if name is None else CALL_FORMS[name][1]
+
+    def shown(self, tokenizer: Tokenizer) -> dict[int, str]:
+        """Return the special tokens that replies are read by, by their ids."""
+        form = self.calls
+        calls = () if form is None else (*form.begins, *form.dropped, *form.written)
+        return special_among(tokenizer, "".join((*(self.thinking or ()), *calls)))
+
+    def behind(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int]
+    ) -> tuple[tuple[str, str] | None, bool]:
+        """Return the signs of thinking that may follow a prompt, and whether that has begun it."""
+        if self.thinking is None:
+            return None, False
+        raw, tail = tokenizer.raw, list(prompt_ids[-_TAIL:])
+        begun, ended = (
+            len(tail) - 1 - tail[::-1].index(sign) if sign in tail else -1
+            for sign in map(raw.token_to_id, self.thinking)
+        )
+        if begun > ended:
+            return self.thinking, True
+        closed = ended >= 0 and not raw.decode(tail[ended + 1 :], skip_special_tokens=False).strip()
+        return (None if closed else self.thinking), False

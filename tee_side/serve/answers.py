@@ -15,11 +15,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 from protocol.model.config import ModelConfig
-from tee_side.chat.calls import CallPiece, form_of
-from tee_side.chat.reply import THINKING, MarkedStream, Piece, ReplyReader, whole_reply
+from tee_side.chat.calls import CallPiece
+from tee_side.chat.reply import MarkedStream, Piece, ReplyForm, ReplyReader, add_calls
 from tee_side.chat.template import ChatTemplate
 from tee_side.engine.embedding import Embedding
 from tee_side.engine.request import FinishReason, Logprob, NewToken, PromptRead, Request
@@ -139,15 +140,9 @@ class OfferedModel:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
-    def call_form(self) -> str | None:
-        """How it writes calls of tools, a name in CALL_FORMS; None where nothing is known."""
-        return self.tool_parser or form_of(self.template.source(with_tools=True))
-
-    @cached_property
-    def thinking(self) -> tuple[str, str] | None:
-        """The signs around its thinking, None for a model that does not think."""
-        source = self.template.source(with_tools=False)
-        return next((signs for signs in THINKING if signs[1] in source), None)
+    def replies(self) -> ReplyForm:
+        """How it writes replies."""
+        return ReplyForm(self.template, self.tool_parser)
 
     @cached_property
     def embedding(self) -> Embedding:
@@ -280,27 +275,23 @@ class ChatForm:
 
     def whole(self, pieces: Sequence[Piece]) -> str:
         """Write the message; its content is null where tools are called without a word."""
-        reply = whole_reply(pieces)
-        content = reply.content if reply.content or not reply.calls else None
-        said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reply.reasoning:
-            said |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
-        if reply.calls:
-            said["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": _function(c)} for c in reply.calls
-            ]
+        content = "".join(piece.content for piece in pieces)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        calls: list[dict[str, Any]] = []
+        add_calls(calls, chain.from_iterable(piece.calls for piece in pieces))
+        said = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            said |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        said |= {"tool_calls": calls} if calls else {}
         return f'"message":{json.dumps(said, separators=(",", ":"))}'
 
 
-def _function(call: CallPiece) -> dict[str, str | None]:
-    return {"name": call.name, "arguments": call.arguments}
-
-
 def _chunk_of_call(call: CallPiece) -> dict[str, Any]:
+    function: dict[str, str | None] = {"arguments": call.arguments}
     if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    begins = {"index": call.index, "id": call.id, "type": "function"}
-    return begins | {"function": _function(call)}
+        return {"index": call.index, "function": function}
+    function = {"name": call.name} | function
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _named(names: TokenNames, token_id: int, logprob: float) -> str:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from protocol.errors import PromptError
 from tee_side.chat.call_grammar import ReplyGrammar
-from tee_side.chat.calls import CALL_FORMS, CallForm, CallReader
-from tee_side.chat.reply import ReplyReader, special_among
+from tee_side.chat.calls import CallReader
+from tee_side.chat.reply import ReplyReader
 from tee_side.serve.answers import ChatForm, OfferedModel, Writing
 from tee_side.serve.completions import (
     Reading,
@@ -33,9 +33,6 @@ from tee_side.serve.schema import (
     Tool,
 )
 from tee_side.serve.watch import RequestWatch
-
-# Where the end of a prompt shows whether the model's thinking has begun.
-_TAIL = 32
 
 
 @dataclass(frozen=True)
@@ -68,61 +65,32 @@ def _choosing(body: ChatRequest) -> _Choosing:
     return _Choosing(chosen, must, one or isinstance(choice, NamedTool))
 
 
-def _form(model: OfferedModel) -> CallForm:
-    """Return how the model writes calls. Raises ApiError."""
-    source = model.template.source(with_tools=True)
-    ApiError.unless(
-        model.call_form is not None and "tools" in source,
-        400,
-        "the model's chat template knows no tools, or writes calls in a form that is not known"
-        " (tee-runner serve --tool-parser)",
-        param="body.tools",
-        code="no_tools",
-    )
-    return CALL_FORMS[model.call_form or ""][1]
-
-
-def _thinking(model: OfferedModel, ids: Sequence[int]) -> tuple[tuple[str, str] | None, bool]:
-    """Return the signs around the thinking that may come, and whether a prompt has begun it."""
-    if model.thinking is None:
-        return None, False
-    raw, tail = model.tokenizer.raw, list(ids[-_TAIL:])
-    at = [-1, -1]
-    for which, sign in enumerate(model.thinking):
-        sign_id = raw.token_to_id(sign)
-        if sign_id in tail:
-            at[which] = len(tail) - 1 - tail[::-1].index(sign_id)
-    begun, ended = at
-    if begun > ended:
-        return model.thinking, True
-    closed = ended >= 0 and not raw.decode(tail[ended + 1 :], skip_special_tokens=False).strip()
-    return (None if closed else model.thinking), False
-
-
 def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Reading:
     """Return how a reply is read, and what it has to follow. Raises ApiError."""
-    choosing = _choosing(body)
-    thinking, inside = _thinking(model, ids)
+    choosing, replies = _choosing(body), model.replies
+    thinking, inside = replies.behind(model.tokenizer, ids)
+    shown = replies.shown(model.tokenizer)
     added = {one.content: i for i, one in model.tokenizer.raw.get_added_tokens_decoder().items()}
     rules = ReplyGrammar(added)
     lead = rules.thinking(thinking, inside=inside)
-    signs = "".join(thinking or ())
     if not choosing.tools:
         if thinking is None:
             return Reading()
         reader = partial(ReplyReader, thinking, inside=inside)
-        shown = special_among(model.tokenizer, signs)
         return Reading(reader=reader, shown=shown, lead=rules.lark(f"{lead} @answer"))
-    form = _form(model)
+    if (form := replies.calls) is None:
+        message = (
+            "the model's chat template knows no tools, or writes calls in a form that is not known"
+            " (tee-runner serve --tool-parser)"
+        )
+        raise ApiError(400, message, param="body.tools", code="no_tools")
     tools = {tool.function.name: tool.function.parameters or {} for tool in choosing.tools}
     calls: CallsSource | None = None
-    strict = any(tool.function.strict for tool in choosing.tools)
     answer = _answer_schema(body)
-    if choosing.must or strict or answer is not None:
+    if choosing.must or answer is not None or any(t.function.strict for t in choosing.tools):
+        free = not choosing.must
         try:
-            start = rules.calls(
-                form, tools, one=choosing.one, free=not choosing.must, answer=answer
-            )
+            start = rules.calls(form, tools, one=choosing.one, free=free, answer=answer)
         except PromptError as error:
             raise of_engine(error, "body.tools") from None
         calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
@@ -131,8 +99,7 @@ def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Read
         read = CallReader(form, tools, 1 if choosing.one else None)
         return ReplyReader(thinking, inside=inside, calls=read)
 
-    signs += "".join((*form.begins, *form.dropped, *form.written))
-    return Reading(reader=reader_of, shown=special_among(model.tokenizer, signs), calls=calls)
+    return Reading(reader=reader_of, shown=shown, calls=calls)
 
 
 def _answer_schema(body: ChatRequest) -> Mapping[str, Any] | None:

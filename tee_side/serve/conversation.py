@@ -66,7 +66,7 @@ def _variables(model: OfferedModel, body: Any) -> dict[str, Any]:
         return dict(given)
     thinks = effort != "none"
     source = model.template.source(with_tools=False)
-    able = thinks or model.thinking is None or any(name in source for name in _SWITCHES)
+    able = thinks or model.replies.thinking is None or any(name in source for name in _SWITCHES)
     require(able, "body.reasoning_effort", "not none: this model always thinks")
     return {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, thinks), **given}
 
@@ -78,9 +78,9 @@ def _turn(model: OfferedModel, message: ChatMessage, param: str) -> dict[str, An
     text = text or message.refusal or ""
     turn: dict[str, Any] = {"role": "system" if role == "developer" else role}
     thought = next((said for name in REASONING if (said := getattr(message, name))), None)
-    if thought is None and role == "assistant" and model.thinking is not None:
+    if thought is None and role == "assistant" and model.replies.thinking is not None:
         # A client that knows nothing of thinking sends it back as the beginning of the text.
-        begin, end = model.thinking
+        begin, end = model.replies.thinking
         before, found, rest = text.partition(end)
         if found and before.lstrip().startswith(begin):
             thought, text = before.lstrip()[len(begin) :].strip(), rest.lstrip()
