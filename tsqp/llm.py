@@ -223,13 +223,10 @@ class LLM(AbstractContextManager["LLM"]):
         )
         form = ReplyForm(self._template)
         thinking, inside = form.behind(self._tokenizer, ids)
-        with PromptError.instead_of(
-            (KeyError, TypeError, AttributeError),
-            "tools",
-            "something else",
-            "functions, as OpenAI's",
-        ):
-            known = {t["function"]["name"]: t["function"].get("parameters") for t in tools or ()}
+        wrong = KeyError, TypeError, AttributeError
+        with PromptError.instead_of(wrong, "tools", "something else", "functions, as OpenAI's"):
+            functions = [tool["function"] for tool in tools or ()]
+            known = {one["name"]: one.get("parameters") or {} for one in functions}
 
         def reader() -> ReplyReader:
             calls = CallReader(form.calls, known) if known and form.calls else None
@@ -390,10 +387,8 @@ class _Running:
             output.token_ids.append(token.token_id)
             text, final = stream.feed(token.token_id), token.finish_reason is not None
             piece = reader.feed(text + stream.flush() if final else text, final=final)
-            output.text, output.reasoning = (
-                output.text + piece.content,
-                output.reasoning + piece.reasoning,
-            )
+            output.text += piece.content
+            output.reasoning += piece.reasoning
             add_calls(output.tool_calls, piece.calls)
             if token.logprob is not None and output.logprobs is not None:
                 output.logprobs.append(token.logprob)

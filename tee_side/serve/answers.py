@@ -279,10 +279,11 @@ class ChatForm:
         reasoning = "".join(piece.reasoning for piece in pieces)
         calls: list[dict[str, Any]] = []
         add_calls(calls, chain.from_iterable(piece.calls for piece in pieces))
-        said = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            said |= {"content": content or None, "tool_calls": calls}
         if reasoning:
             said |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        said |= {"tool_calls": calls} if calls else {}
         return f'"message":{json.dumps(said, separators=(",", ":"))}'
 
 
