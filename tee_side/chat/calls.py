@@ -405,19 +405,16 @@ class CallReader:
             return True
         # An object that has its arguments first, or none.
         said, end = _whole_object(held) if self._form.objects else (None, 0)
-        if said is not None:
-            name, arguments = (said.get(a, said.get(b)) for a, b in _KEYS)
-            well = isinstance(arguments or {}, dict)
-            if well and self._start(name if isinstance(name, str) else ""):
-                # What ends it stands behind the arguments, elsewhere.
-                self._held = f"}}{held[end:]}"
-                self._piece(json.dumps(arguments or {}, ensure_ascii=False))
-                self._state = self._read_end
-                return True
-        elif not final and len(held) < _MAX_HEAD and self._goes_on(held):
+        if said is None and not final and len(held) < _MAX_HEAD and self._goes_on(held):
             return False
-        else:
+        name, arguments = ((said or {}).get(a, (said or {}).get(b)) for a, b in _KEYS)
+        if not isinstance(name, str) or not isinstance(arguments or {}, dict):
             self._not_a_call()
+        elif self._start(name):
+            # What ends it stands behind the arguments, elsewhere.
+            self._held = f"}}{held[end:]}"
+            self._piece(json.dumps(arguments or {}, ensure_ascii=False))
+            self._state = self._read_end
         return True
 
     def _goes_on(self, held: str) -> bool:
