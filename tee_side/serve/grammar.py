@@ -28,7 +28,7 @@ from tee_side.serve import grammar_trial
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "calls"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "call_schema"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 _MOST_REMEMBERED = 1024
@@ -212,5 +212,5 @@ _READERS: dict[GrammarKind, tuple[Callable[[Any], tuple[int, str, bool]], str]] 
     "regex": (_read_regex, "Unicode text"),
     "grammar": (lambda text: (len(text.encode()), _lark(text), True), "Unicode text"),
     "choice": (_read_choice, "a list of Unicode texts"),
-    "calls": (_read_calls, "schemas"),
+    "call_schema": (_read_calls, "schemas"),
 }

@@ -267,7 +267,7 @@ class ResponseAnswer(WholeAnswer):
         counts = self.counts.rounded(self.round_usage)
         self._response["usage"] = {
             "input_tokens": counts.prompt,
-            "input_tokens_details": {"cached_tokens": counts.cached},
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
             "output_tokens": counts.completion,
             "output_tokens_details": {"reasoning_tokens": counts.reasoning},
             "total_tokens": counts.prompt + counts.completion,

@@ -1,0 +1,157 @@
+"""`/v1/responses` says what a chat says, in items and in OpenAI's order of events."""
+
+import json
+from typing import Any
+
+import openai.types.responses as sdk
+from pydantic import TypeAdapter
+
+from protocol.errors import EndpointError
+from tee_side.chat.template import ChatTemplate
+from tests.kit.rows import each_row
+from tests.kit.serve import FakeEngine, Reply, call, model, serving
+from tests.unit.tee_side.serve.test_chat import CALL, THOUGHT, WEATHER, compiler, prompt, tokenizer
+
+FLAT = {"type": "function", **WEATHER["function"], "strict": False}
+SAID = f"{THOUGHT}Let me see.\n{CALL}"
+ARGUMENTS = '{"city": "Paris"}'
+
+
+def respond(said: str, engine: FakeEngine | None = None, **body: Any) -> tuple[Reply, FakeEngine]:
+    engine = engine or FakeEngine(says=tokenizer().encode(said, add_special_tokens=False))
+    offered = model(tokenizer=tokenizer(), template=ChatTemplate(tokenizer()), max_model_len=10**6)
+    found = serving(engine, model=offered, compile_grammar=compiler().compile)
+    asked = {"input": "Hello", "max_output_tokens": 500} | body
+    return call(found, "POST", "/v1/responses", asked), engine
+
+
+def events_of(reply: Reply) -> list[dict[str, Any]]:
+    """Return the events, each of which OpenAI's SDK takes; their names are on lines before."""
+    found = []
+    for lines in reply.text.split("\n\n")[:-1]:
+        name, data = lines.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        event.pop("obfuscation", None)
+        TypeAdapter(sdk.ResponseStreamEvent).validate_python(event)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def test_a_response_has_an_item_for_thinking_text_and_each_call() -> None:
+    whole = respond(SAID, tools=[FLAT])[0].json()
+    sdk.Response.model_validate(whole)
+    reasoning, message, called = whole["output"]
+    assert (reasoning["type"], reasoning["content"][0]["text"]) == ("reasoning", "hm")
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert (called["name"], called["arguments"]) == ("weather", ARGUMENTS)
+    assert (whole["status"], whole["store"], whole["tools"]) == ("completed", False, [FLAT])
+    usage = whole["usage"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+    assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+
+
+def test_a_stream_tells_the_same_in_openai_s_order() -> None:
+    events = events_of(respond(SAID, tools=[FLAT], stream=True)[0])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    told = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]
+    part = ("content_part.done", "output_item.done")
+    assert told == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *part,
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *part,
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        "output_item.done",
+        "completed",
+    ]
+    for name, index, text in (
+        ("reasoning_text", 0, "hm"),
+        ("output_text", 1, "Let me see."),
+        ("function_call_arguments", 2, ARGUMENTS),
+    ):
+        deltas = [event for event in events if event["type"] == f"response.{name}.delta"]
+        assert "".join(event["delta"] for event in deltas) == text
+        assert {event["output_index"] for event in deltas} == {index}
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+
+
+def test_a_stream_that_is_cut_or_fails_says_so() -> None:
+    events = events_of(respond(SAID, stream=True, max_output_tokens=9)[0])
+    last = events[-1]["response"]
+    assert (events[-1]["type"], last["status"]) == ("response.incomplete", "incomplete")
+    assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+    failing = FakeEngine(error=EndpointError("engine", got="a", expected="b"), fail_after=2)
+    assert events_of(respond("", failing, stream=True)[0])[-1]["type"] == "error"
+
+
+def test_items_become_the_turns_of_a_chat() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"text": "why"}]},
+        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": ARGUMENTS},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Sun"}],
+        },
+        {"role": "user", "content": "and now?"},
+    ]
+    _, engine = respond("x", input=items, instructions="be brief", reasoning={"effort": "none"})
+    assert prompt(engine) == (
+        "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\nhi<|im_end|>"
+        '<|im_start|>assistant\n<think>why</think><tool_call>weather {"city": "Paris"}</tool_call>'
+        "<|im_end|><|im_start|>tool\nsunny(weather)<|im_end|><|im_start|>assistant\nSun<|im_end|>"
+        "<|im_start|>user\nand now?<|im_end|><|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+@each_row(
+    ("body", "kind"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "json_schema"),
+        ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}, "call_schema"),
+        (
+            {
+                "tools": [FLAT],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "weather"}],
+                },
+            },
+            "call_schema",
+        ),
+    ],
+)
+def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -> None:
+    engine = FakeEngine()
+    offered = model(tokenizer=tokenizer(), template=ChatTemplate(tokenizer()))
+    reply = call(serving(engine, model=offered), "POST", "/v1/responses", {"input": "a"} | body)
+    assert reply.status == 200, reply.text
+    grammar: Any = engine.requests[0].grammar
+    assert grammar.kind == kind
+
+
+@each_row(
+    ("body", "param", "said"),
+    [
+        ({"store": True}, "body.store", "send all of the conversation as input"),
+        ({"previous_response_id": "r"}, "body.previous_response_id", "send all"),
+        ({"background": True}, "body.background", "no answer is kept here"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input.0", "send all"),
+        ({"tools": [{"type": "web_search"}]}, "body.tools.0", "this server has no tools itself"),
+        ({"truncation": "auto"}, "body.truncation", "disabled"),
+        ({"unheard_of": 1}, "body.unheard_of", "no such field"),
+    ],
+)
+def test_what_needs_a_memory_or_a_tool_of_the_server_s_is_refused(
+    body: dict[str, Any], param: str, said: str
+) -> None:
+    error = respond("x", **body)[0].error()
+    assert error["param"] == param
+    assert said in error["message"]
