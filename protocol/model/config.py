@@ -331,7 +331,8 @@ def read_config(directory: Path, manifest: Manifest | None = None) -> ModelConfi
         "eos_token_ids": frozenset(eos),
         "activation": activation,
         "norm_eps": getattr(file, table.norm_eps),
-        "score_scale": head_dim**-0.5,
+        # Of none, which is refused below, there is no power.
+        "score_scale": (head_dim or 1) ** -0.5,
         **{field: value**power for field, (value, power) in numbers.items() if value is not None},
     }
     return validate_file(ModelConfig, fields, str(path))
