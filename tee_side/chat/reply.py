@@ -164,12 +164,7 @@ class ReplyForm:
         """Return the signs of thinking that may follow a prompt, and whether that has begun it."""
         if self.thinking is None:
             return None, False
-        raw, tail = tokenizer.raw, list(prompt_ids[-_TAIL:])
-        begun, ended = (
-            len(tail) - 1 - tail[::-1].index(sign) if sign in tail else -1
-            for sign in map(raw.token_to_id, self.thinking)
-        )
-        if begun > ended:
-            return self.thinking, True
-        closed = ended >= 0 and not raw.decode(tail[ended + 1 :], skip_special_tokens=False).strip()
-        return (None if closed else self.thinking), False
+        # Behind a client's own words stand those of the template.
+        tail = tokenizer.raw.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False).rstrip()
+        begin, end = self.thinking
+        return (None if tail.endswith(end) else self.thinking), tail.endswith(begin)

@@ -13,7 +13,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -427,7 +427,9 @@ class WholeAnswer(_Answer):
                     stream, offset = TextStream(self._model.tokenizer), 0
                     rows = zip(request.prompt_ids, (None, *read.logprobs), strict=True)
                     for token_id, logprob in rows:
-                        entries.append(form.entry(names, token_id, logprob, offset))
+                        # There may be more, for `prompt_logprobs`.
+                        few = logprob and replace(logprob, top=logprob.top[: request.logprobs])
+                        entries.append(form.entry(names, token_id, few, offset))
                         offset += len(stream.feed(token_id))
                 for choice in choices:
                     yield self._write(choice, Piece(echo[prompt]), entries, ())

@@ -44,6 +44,25 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
     assert llm.stats.running == llm.stats.waiting == 0
 
 
+def test_a_chat_is_asked_and_read_as_over_http(tmp_path: Path) -> None:
+    """Tools are in the prompt; what follows the beginning of thinking is no text."""
+    shutil.copytree(model_directory("demo"), tmp_path, dirs_exist_ok=True)
+    written = "{{ tools | tojson }} {{ documents[0].text }} {{ begins }}<think>"
+    (tmp_path / "chat_template.jinja").write_text(f"{{# <tool_call> </think> #}}{written}")
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
+        asked: dict[str, Any] = {"documents": [{"text": "hi"}], "tools": tools}
+        (output,) = llm.chat([], GREEDY, chat_template_kwargs={"begins": "so"}, **asked)
+        (sample,) = output.outputs
+        text = Tokenizer(tmp_path).decode(output.prompt_token_ids)
+        assert text == f"{json.dumps(tools)} hi so<think>"
+        assert (sample.text, sample.tool_calls) == ("", [])
+        assert sample.reasoning == Tokenizer(tmp_path).decode(sample.token_ids).strip()
+        with pytest.raises(PromptError, match="functions, as OpenAI's"):
+            llm.chat([], GREEDY, **asked | {"tools": [{"type": "x"}]})
+
+
 def test_a_chat_has_samples_with_log_probabilities_up_to_a_stop_string(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Tell me a story."}]
     params = SamplingParams(n=2, seed=7, max_tokens=5, logprobs=2, prompt_logprobs=1)
