@@ -13,7 +13,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of call `index`: its first one has id and name, and no arguments yet."""
+    """A piece of call `index`: its first one has id and name."""
 
     index: int
     arguments: str = ""
@@ -448,8 +448,14 @@ class CallReader:
         return rest is not None
 
     def _piece(self, arguments: str) -> None:
-        if arguments and (self._most is None or self.calls <= self._most):
-            self._pieces.append(CallPiece(self.calls - 1, arguments))
+        if not arguments or (self._most is not None and self.calls > self._most):
+            return
+        index, last = self.calls - 1, self._pieces[-1:]
+        if last and last[0].index == index:
+            # Clients take one piece of a call at a time.
+            self._pieces[-1] = replace(last[0], arguments=last[0].arguments + arguments)
+        else:
+            self._pieces.append(CallPiece(index, arguments))
 
     def _read_end(self, final: bool) -> bool:
         """Leave out what stands behind a call."""

@@ -35,7 +35,7 @@ def add_calls(calls: list[dict[str, Any]], pieces: Iterable[CallPiece]) -> None:
     """Add pieces to calls, which are as OpenAI's API has them."""
     for one in pieces:
         if one.id is not None:
-            function = {"name": one.name, "arguments": ""}
+            function: dict[str, Any] = {"name": one.name, "arguments": ""}
             calls.append({"id": one.id, "type": "function", "function": function})
         calls[one.index]["function"]["arguments"] += one.arguments
 

@@ -112,7 +112,7 @@ def require_room(model: OfferedModel, ids: Sequence[int], param: str, *, for_new
         room >= min(1, for_new),
         400,
         f"This model's maximum context length is {model.max_model_len} tokens."
-        f" The prompt has {len(ids)}.",
+        f" The prompt is too long: it has {len(ids)}.",
         kind="exceed_context_size_error",
         param=param,
         code="context_length_exceeded",

@@ -92,7 +92,7 @@ def _turn(model: OfferedModel, message: ChatMessage, param: str) -> dict[str, An
             turn[name] = value
     if message.tool_calls:
         turn["tool_calls"] = [
-            {"type": "function", "function": call.function.model_dump()}
+            {"type": "function", "function": call.function.model_dump(exclude={"parsed_arguments"})}
             | ({} if call.id is None else {"id": call.id})
             for call in message.tool_calls
         ]

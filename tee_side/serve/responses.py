@@ -31,20 +31,23 @@ from tee_side.serve.chat import asks_for_calls, prepare_chat
 from tee_side.serve.completions import prepared
 from tee_side.serve.errors import ApiError, of_validation, require
 from tee_side.serve.exchange import EngineResponse, Serving
-from tee_side.serve.schema import (
-    SAMPLING,
-    Body,
-    ChatRequest,
-    Effort,
-    Likeliest,
-    StreamOptions,
-    TextPart,
-    accepting,
-)
+from tee_side.serve.schema import Body, ChatRequest, Effort, Generating, Likeliest, TextPart
 from tee_side.serve.watch import RequestWatch
 
 _STATELESS = "nothing: no answer is kept here; send all of the conversation as input"
-_SAMPLING = ("top_p", "frequency_penalty", "presence_penalty")
+# Of a request, what its response says again.
+_TOLD = {
+    *(
+        "instructions",
+        "metadata",
+        "parallel_tool_calls",
+        "tools",
+        "tool_choice",
+        "text",
+        "reasoning",
+    ),
+    *("max_output_tokens", "temperature", "top_p", "top_logprobs", "user", "service_tier"),
+}
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -63,6 +66,7 @@ class Item(Body):
     id: Any = None
     status: Any = None
     phase: Any = None
+    parsed_arguments: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -87,20 +91,10 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-@accepting(
-    dict.fromkeys(
-        (
-            *("metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-            *("safety_identifier", "max_tool_calls"),
-        ),
-        Any,
-    )
-    | {name: SAMPLING[name] for name in _SAMPLING}
-)
-class ResponsesRequest(Body):
-    """`/v1/responses`."""
+class ResponsesRequest(Generating):
+    """`/v1/responses`, with the fields of sampling that chats have."""
 
-    model: Annotated[str, Field(max_length=256)] | None = None
+    n: Literal[1] | None = None
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -109,17 +103,13 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_logprobs: Likeliest | None = None
     include: list[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     truncation: Literal["disabled"] | None = None
-    store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    prompt: None = None
+    max_tool_calls: Any = None
 
 
 async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
@@ -147,14 +137,14 @@ def _asked(body: ResponsesRequest) -> ChatRequest:
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = _without(choice, "type") | {"tools": list(map(_nested, choice.get("tools", ())))}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    same = ("model", "parallel_tool_calls", "temperature", "stream", "stream_options")
     logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-    fields = {name: getattr(body, name) for name in (*same, *_SAMPLING)} | {
+    fields = body.model_dump(by_alias=True, include=set(Generating.model_fields)) | {
+        "parallel_tool_calls": body.parallel_tool_calls,
         "messages": [*system, *_turns(items)],
         "tools": None if body.tools is None else list(map(_nested, body.tools)),
         "tool_choice": choice,
         "max_completion_tokens": body.max_output_tokens,
-        "response_format": form,
+        "response_format": form or body.response_format,
         "reasoning_effort": thinking.effort,
         "logprobs": logprobs,
         "top_logprobs": body.top_logprobs,
@@ -232,7 +222,7 @@ class ResponseAnswer(WholeAnswer):
         self.streamed = bool(body.stream)
         self.content_type = StreamedAnswer.content_type if self.streamed else self.content_type
         self._number, self._item = 0, dict[str, Any]()
-        given = body.model_dump(exclude_none=True, exclude={"input", "stream", "stream_options"})
+        given = body.model_dump(exclude_none=True, include=_TOLD)
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",

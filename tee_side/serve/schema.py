@@ -98,7 +98,7 @@ GRAMMARS: dict[str, tuple[GrammarKind, Any]] = {
 }
 
 
-def accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
+def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
     """Return what adds fields to a model that are not read one by one, None by default."""
 
     def add(model: type[_B]) -> type[_B]:
@@ -183,7 +183,7 @@ class ResponseFormat(Body):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-@accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
+@_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
 class StructuredOutputs(Body):
     """vLLM's form of a grammar; one of the fields."""
 
@@ -193,7 +193,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: None = None
 
 
-@accepting(
+@_accepting(
     _UNUSED | _NEUTRAL | SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
 )
 class Generating(Body):
@@ -246,6 +246,7 @@ class TextPart(Body):
     cache_control: Any = None
     annotations: Any = None
     logprobs: Any = None
+    parsed: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -264,6 +265,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = None
 
 
 class ToolCall(Body):
@@ -296,6 +298,7 @@ class ChatMessage(Body):
     function_call: None = None
     cache_control: Any = None
     id: Any = None
+    parsed: Any = None
     prefix: Literal[False] | None = None
 
 
@@ -390,7 +393,7 @@ class ChatRequest(Chat, Generating):
     echo: Literal[False] | None = None
 
 
-@accepting(_UNUSED)
+@_accepting(_UNUSED)
 class EmbeddingsRequest(Body):
     """`/v1/embeddings`: of texts, or of a conversation.
 

@@ -207,13 +207,13 @@ def vocabulary() -> tokenizers.Tokenizer:
     return raw
 
 
-def follows(raw: tokenizers.Tokenizer, lark: str, text: str) -> bool:
-    """Say whether a grammar takes a text to its end."""
+def follows(raw: tokenizers.Tokenizer, lark: str, *pieces: str) -> bool:
+    """Say whether a grammar takes a text to its end, of which each piece is encoded alone."""
     known = LLTokenizer(raw.to_str(), n_vocab=raw.get_vocab_size(), eos_token=[0])
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
     matcher = LLMatcher(known, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    ids = raw.encode(text, add_special_tokens=False).ids
+    ids = [i for piece in pieces for i in raw.encode(piece, add_special_tokens=False).ids]
     return (
         matcher.validate_tokens(ids) == len(ids)
         and matcher.consume_tokens(ids)
@@ -250,6 +250,8 @@ def test_a_free_reply_is_a_text_an_answer_or_calls(vocabulary: tokenizers.Tokeni
     lark = text.lark(text.calls(CALL_FORMS["hermes"][1], TOOLS, one=False, free=True))
     for said, well in (("Hi", True), (f"Hi\n{calls}", True), ("Hi <tool_call>", False)):
         assert follows(vocabulary, lark, said) == well
+    # Spelled by other tokens, a sign would be one to who reads it.
+    assert not follows(vocabulary, lark, "Hi <tool", "_call>")
     answer = ReplyGrammar(added)
     form = CALL_FORMS["hermes"][1]
     lark = answer.lark(answer.calls(form, TOOLS, one=False, free=True, answer={"type": "integer"}))
