@@ -24,7 +24,7 @@ LEAK_ATTACKS := token-ids nearest-embedding vocabulary-rows column-matching eige
     attention-keys pad-reuse
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check release test-slow test-guest mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check real accelerator-wheels leak clean
+.PHONY: help setup demo test check release test-slow test-guest clients mutations test-kernels sanitize fuzz soak wheel image image-check format lint types imports docs site bench bench-check real accelerator-wheels leak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ test-slow: $(RELEASE)  ## run what test leaves out: a browser, clients, Triton's
 
 test-guest: $(RELEASE)  ## build guest images twice, start them under emulation, chat with the whole one (root, half an hour)
 	$(BIN)/python -m pytest -q tests/e2e/test_image.py tests/e2e/test_guest.py
+
+clients: $(STAMP)  ## try other people's clients against the server and write docs/operate/clients.md; ONLY=FILE: one of tests/clients
+	TORCH_ARGS="$(TORCH_ARGS)" $(BIN)/python -m tests.clients.run \
+	    $(if $(ONLY),$(addprefix --only ,$(ONLY)),--page docs/operate/clients.md)
 
 mutations: $(RELEASE)  ## try mistakes on purpose that the tests must notice; ONLY=NAME: one of them, or a concern
 	$(BIN)/python -m tests.mutations --jobs 2 $(addprefix --only ,$(ONLY))

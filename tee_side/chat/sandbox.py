@@ -4,7 +4,6 @@ Filters, globals and tags are those that transformers gives to chat templates.
 """
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +27,6 @@ _MAX_TEXT = 16 * 1024 * 1024
 _MAX_BITS = 4096
 # Around what a client wrote that must stay text. Neither is a character (Unicode 16, 23.7).
 BEGIN, END = "\ufdd0", "\ufdd1"
-_TO_ESCAPE = re.compile(f"[^\x00-\x7f{BEGIN}{END}]")
 
 
 class EndlessTemplate(BaseException):
@@ -95,11 +93,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON as transformers has it for templates: in order, without HTML's escapes."""
-    text = json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
-    # Python's own way would escape marks, too.
-    return _TO_ESCAPE.sub(lambda one: json.dumps(one[0])[1:-1], text) if ensure_ascii else text
 
 
 def _joined(found: Iterable[str]) -> str:

@@ -119,7 +119,9 @@ class ChatTemplate:
             return self._tokenizer.encode(self.render(conversation), add_special_tokens=False)
         template = self._template(conversation)
         control = self._control_tokens(template)
+        # Where a template writes JSON in ASCII, or a list as Python does, marks are escaped.
         text = self._render(conversation, template, control)
+        text = text.replace(r"\ufdd0", BEGIN).replace(r"\ufdd1", END)
         # Text, a marked token, text, ...; the template may have torn a mark from its token, whose
         # place still parts what is beside it.
         pieces = re.split(f"{BEGIN}({control.pattern}){END}|[{BEGIN}{END}]", text)
