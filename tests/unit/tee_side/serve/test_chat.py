@@ -81,7 +81,10 @@ def told(reply: Reply) -> dict[str, Any]:
             for key, piece in choice["delta"].items():
                 if key != "tool_calls":
                     found[key] = found.get(key, "") + piece
-            for piece in choice["delta"].get("tool_calls", ()):
+            pieces = choice["delta"].get("tool_calls", ())
+            # Clients read one of a chunk.
+            assert len({piece["index"] for piece in pieces}) == len(pieces)
+            for piece in pieces:
                 if "id" in piece:
                     found["tool_calls"].append({k: v for k, v in piece.items() if k != "index"})
                 else:
@@ -98,6 +101,7 @@ def prompt(engine: FakeEngine) -> str:
 
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
+SENT_BACK = {"name": "weather", "arguments": '{"city": "Paris"}', "parsed_arguments": {}}
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 CALLED = {"function": {"name": "weather", "arguments": '{"city": "Paris"}'}, "type": "function"}
 
@@ -173,7 +177,8 @@ def test_a_prompt_is_what_the_conversation_says() -> None:
             "annotations": [],
             "refusal": None,
             "audio": None,
-            "tool_calls": [{"id": "c", **CALLED}],
+            "parsed": {},
+            "tool_calls": [{"id": "c", "type": "function", "function": SENT_BACK}],
         },
         {"role": "tool", "tool_call_id": "c", "content": "sunny", "cache_control": {}},
         {"role": "assistant", "content": "<think>so</think>Sun."},

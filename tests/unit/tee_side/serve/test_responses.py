@@ -92,7 +92,13 @@ def test_items_become_the_turns_of_a_chat() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "id": "rs", "summary": [], "content": [{"text": "why"}]},
-        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": ARGUMENTS},
+        {
+            "type": "function_call",
+            "call_id": "c",
+            "name": "weather",
+            "arguments": ARGUMENTS,
+            "parsed_arguments": {},
+        },
         {"type": "function_call_output", "call_id": "c", "output": "sunny"},
         {
             "type": "message",
