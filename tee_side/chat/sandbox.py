@@ -4,6 +4,7 @@ Filters, globals and tags are those that transformers gives to chat templates.
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +26,10 @@ _MAX_TEXT = 16 * 1024 * 1024
 # Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
 # that may last for hours.
 _MAX_BITS = 4096
-# Around what a client wrote that must stay text. Neither is a character (Unicode 16, 23.7).
-BEGIN, END = "\ufdd0", "\ufdd1"
+# Around what a client wrote that must stay text: variation selectors 255 and 256, which a reader does not see,
+# and which Python's repr writes as they are.
+BEGIN, END = "\U000e01ee", "\U000e01ef"
+_TO_ESCAPE = re.compile(f"[^\x00-\x7e{BEGIN}{END}]")
 
 
 class EndlessTemplate(BaseException):
@@ -93,13 +96,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON as transformers has it for templates: in order, without HTML's escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    # Python's own way would escape marks, too.
+    return _TO_ESCAPE.sub(lambda one: json.dumps(one[0])[1:-1], text) if ensure_ascii else text
 
 
 def _joined(found: Iterable[str]) -> str:
@@ -119,10 +120,10 @@ def _in_time(work: Callable[[], T]) -> T:
     at the clock. A trace function sees them all, in this thread only; it makes a render of 5 ms
     one of 15 ms. One step inside of Python's own C code is not interrupted.
     """
-    end = time.monotonic() + _TEMPLATE_SECONDS
+    end = time.thread_time() + _TEMPLATE_SECONDS
 
     def watch(_frame: FrameType, _event: str, _argument: object) -> Any:
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             raise EndlessTemplate(f"no end after {_TEMPLATE_SECONDS:g} s")
         return watch
 

@@ -119,9 +119,7 @@ class ChatTemplate:
             return self._tokenizer.encode(self.render(conversation), add_special_tokens=False)
         template = self._template(conversation)
         control = self._control_tokens(template)
-        # Where a template writes JSON in ASCII, or a list as Python does, marks are escaped.
         text = self._render(conversation, template, control)
-        text = text.replace(r"\ufdd0", BEGIN).replace(r"\ufdd1", END)
         # Text, a marked token, text, ...; the template may have torn a mark from its token, whose
         # place still parts what is beside it.
         pieces = re.split(f"{BEGIN}({control.pattern}){END}|[{BEGIN}{END}]", text)
@@ -171,14 +169,19 @@ class ChatTemplate:
         mark = partial(_marked, control=control)
         # Clients send null for what is not there, and templates ask whether it is defined.
         messages = [
-            {key: mark(value) for key, value in message.items() if value is not None}
+            {mark(key): mark(value) for key, value in message.items() if value is not None}
             for message in conversation.messages
         ]
         for message in messages:
             for said in [message[key] for key in REASONING if key in message][:1]:
                 message.update({"thinking": said} | message | {"reasoning_content": said})
-        last = messages[-1].get("content") if messages else None
         continued = conversation.continue_final_message
+        # What has the text that is continued: the message, or its last part with a text.
+        holder, key = (messages[-1] if messages else {}), "content"
+        if isinstance(parts := holder.get(key), list):
+            texts = [part for part in parts if isinstance(part, dict) and "text" in part]
+            holder, key = (texts[-1] if texts else {}), "text"
+        last = holder.get(key)
         if continued:
             right = isinstance(last, str) and not conversation.add_generation_prompt
             PromptError.unless(
@@ -187,7 +190,7 @@ class ChatTemplate:
                 "nothing to continue, or a generation prompt",
                 "a last message with content, and add_generation_prompt false",
             )
-            messages[-1]["content"] = f"{last}{_TAG}"
+            holder[key] = f"{last}{_TAG}"
         values = {
             **self._tokenizer.special_tokens,
             **mark(conversation.variables),
