@@ -26,8 +26,8 @@ _MAX_TEXT = 16 * 1024 * 1024
 # Of a number that a template computes, in bits; arithmetic on larger ones is one step of Python's
 # that may last for hours.
 _MAX_BITS = 4096
-# Around what a client wrote that must stay text: variation selectors 255 and 256, which a reader does not see,
-# and which Python's repr writes as they are.
+# Around what a client wrote that must stay text: variation selectors 255 and 256, which are not
+# seen, and which Python's repr writes as they are.
 BEGIN, END = "\U000e01ee", "\U000e01ef"
 _TO_ESCAPE = re.compile(f"[^\x00-\x7e{BEGIN}{END}]")
 
