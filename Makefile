@@ -94,7 +94,7 @@ sanitize: $(STAMP)  ## run the compiled kernels under ASan, UBSan and TSan, and 
 fuzz: $(STAMP)  ## fuzz every reader of bytes from others with new cases, 10 minutes
 	$(BIN)/python -m tests.fuzz
 
-soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (107 minutes); ONLY=ROW: one of it; SHARE=4: a quarter
+soak: $(STAMP)  ## run the reliability scorecard and write docs/reliability.md (122 minutes); ONLY=ROW: one of it; SHARE=4: a quarter
 	$(BIN)/python -m tests.faults $(addprefix --only ,$(ONLY)) $(addprefix --share ,$(SHARE))
 
 wheel: $(RELEASE)  ## build a manylinux wheel in build/wheel, and load its kernels in a fresh environment

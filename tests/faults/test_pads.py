@@ -153,7 +153,7 @@ def crash_and_draw(folder: Path, draws: int, longest: int) -> tuple[Ledger, Coun
     "0 reused",
     short=600,
     long=1_000_000,
-    minutes=5,
+    minutes=15,
 )
 def pads(count: int, full: bool) -> Found:
     """Draw so often. A request that is sent again draws nothing: it is the same bytes."""

@@ -143,6 +143,18 @@ def test_texts_are_cut_as_transformers_cuts_them(name: str) -> None:
     assert len(ours) > 20
 
 
+def test_seed_s_signs_do_not_take_the_end_of_a_line() -> None:
+    """As in llama.cpp: transformers does not have this one. All else is Qwen's way."""
+    pieces = [
+        [piece for piece, _ in Split(Regex(CUTS[name]), "isolated").pre_tokenize_str(TEXT)]
+        for name in ("seed-coder", "qwen2")
+    ]
+    seed, qwen = (cut.index("you") for cut in pieces)
+    assert pieces[0][seed + 1 : seed + 3] == ["?!", "\r\n\n"]
+    assert pieces[1][qwen + 1] == "?!\r\n\n"
+    assert pieces[0][: seed + 1] == pieces[1][: qwen + 1]
+
+
 def test_llama_3_begins_with_bos_and_takes_words_whole(saved_model: Models, tmp_path: Path) -> None:
     """As llama.cpp does, whose files may leave that out."""
     file, made = tmp_path / "model.gguf", tmp_path / "made"
