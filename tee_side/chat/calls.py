@@ -213,16 +213,28 @@ def _list_form(begin: str, close: str, name: str, arguments: str, **more: Any) -
     )
 
 
-def _tagged_form(head: str, close: str, call: str, **tags: Any) -> CallForm:
-    """Each call has its arguments between tags."""
-    parameter = tags.pop("parameter")
+def _tagged_form(head: str, call: str, parameter: str, tag: str, **tags: Any) -> CallForm:
+    """Each call is between tags, and its arguments between others."""
     return CallForm(
-        begins=("<tool_call>",),
-        head=re.compile(head),
-        end=re.compile(close),
-        written=("", call, "\n", ""),
+        begins=(f"<{tag}>",),
+        head=re.compile(rf"\s*{head}"),
+        end=re.compile(rf"\s*</{tag}>"),
+        written=("", f"<{tag}>{call}</{tag}>", "\n", ""),
         arguments=partial(TaggedArguments, **tags),
         parameter=parameter,
+    )
+
+
+def _function_form(tag: str, parameter: str, *, lines: bool) -> CallForm:
+    return _tagged_form(
+        r"<function=(?P<name>[^>\n]{1,256})>",
+        "\n<function=NAME>\nARGUMENTS</function>\n",
+        parameter,
+        tag,
+        opens=r"<parameter=(?P<key>[^>\n]+)>",
+        closes="</parameter>",
+        ends="</function>",
+        lines=lines,
     )
 
 
@@ -288,28 +300,23 @@ CALL_FORMS: dict[str, tuple[tuple[str, ...], CallForm]] = {
     "glm": (
         ("<arg_key>",),
         _tagged_form(
-            rf"\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
-            "\\s*</tool_call>",
-            "<tool_call>NAME\nARGUMENTS</tool_call>",
+            rf"{_NAME}\s*(?=<arg_key>|</tool_call>)",
+            "NAME\nARGUMENTS",
+            "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+            "tool_call",
             opens=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
             closes="</arg_value>",
             ends="(?=</tool_call>)",
             lines=False,
-            parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
         ),
     ),
     "qwen3-coder": (
-        ("<function=",),
-        _tagged_form(
-            r"\s*<function=(?P<name>[^>\n]{1,256})>",
-            r"\s*</tool_call>",
-            "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-            opens=r"<parameter=(?P<key>[^>\n]+)>",
-            closes="</parameter>",
-            ends="</function>",
-            lines=True,
-            parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
-        ),
+        ("<tool_call>", "<function="),
+        _function_form("tool_call", "<parameter=KEY>\nVALUE\n</parameter>\n", lines=True),
+    ),
+    "seed": (
+        ("<seed:tool_call>", "<function="),
+        _function_form("seed:tool_call", "<parameter=KEY>VALUE</parameter>\n", lines=False),
     ),
     "hermes": (("<tool_call>",), _object_form("<tool_call>", "</tool_call>")),
     "llama3": (

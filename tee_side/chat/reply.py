@@ -19,6 +19,7 @@ THINKING = (
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<thought>", "</thought>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
 
 
@@ -147,7 +148,9 @@ class ReplyForm:
 
     def __init__(self, template: ChatTemplate, parser: str | None = None) -> None:
         source = template.source(with_tools=False)
-        self.thinking = next((signs for signs in THINKING if signs[1] in source), None)
+        self.thinking = next(
+            (signs for signs in THINKING if any(sign in source for sign in signs)), None
+        )
         source = template.source(with_tools=True)
         name = (parser or form_of(source)) if "tools" in source else None
         self.calls = None if name is None else CALL_FORMS[name][1]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Const, Node, TemplateData
+from jinja2.nodes import CallBlock, Const, Filter, Node, ScopedEvalContextModifier, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,7 +29,11 @@ _MAX_BITS = 4096
 # Around what a client wrote that must stay text: variation selectors 255 and 256, which are not
 # seen, and which Python's repr writes as they are.
 BEGIN, END = "\U000e01ee", "\U000e01ef"
-_TO_ESCAPE = re.compile(f"[^\x00-\x7e{BEGIN}{END}]")
+# Those in front of them stand for characters of a client's.
+STAND_INS = range(ord(BEGIN) - 40, ord(BEGIN))
+_TO_ESCAPE = re.compile(f"[^\x00-\x7e{chr(STAND_INS[0])}-{END}]")
+# Filters that look at a tag's bracket.
+_ESCAPES = ("e", "escape", "forceescape", "striptags", "title", "urlize", "xmlattr")
 
 
 class EndlessTemplate(BaseException):
@@ -43,8 +47,8 @@ class RefusalError(TemplateError):
 class SandboxedTemplate:
     """A template, compiled. `date`: what `strftime_now` tells, None for the clock's.
 
-    `literals`: its texts and string constants. Raises EndlessTemplate, and anything, for one with
-    mistakes.
+    `literals`: its texts and string constants, and what its filters look for. Raises
+    EndlessTemplate, and anything, for one with mistakes.
     """
 
     def __init__(self, source: str, date: datetime | None = None) -> None:
@@ -67,7 +71,9 @@ class SandboxedTemplate:
         parsed = environment.parse(source)
         texts = {node.data for node in parsed.find_all(TemplateData)}
         texts |= {node.value for node in parsed.find_all(Const) if isinstance(node.value, str)}
-        self.literals = frozenset(texts)
+        escapes = any(node.name in _ESCAPES for node in parsed.find_all(Filter))
+        escapes = escapes or any(parsed.find_all(ScopedEvalContextModifier))
+        self.literals = frozenset(texts | set("<" * escapes))
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return its text. Raises EndlessTemplate, RefusalError, or anything, with values in it."""

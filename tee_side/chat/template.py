@@ -2,13 +2,13 @@
 
 Texts and ids are those of transformers' `apply_chat_template`, with `sanitize_control_tokens`: what
 a client wrote never becomes a control token. Such names in its words are marked before the template
-sees them, and encoded as text.
+sees them, and encoded as text, as are those that the template makes of its words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -16,7 +16,14 @@ from typing import Any
 
 from protocol.errors import ModelError, PromptError, describe
 from protocol.model.files import MAX_JSON_BYTES, find_file, read_file, read_json
-from tee_side.chat.sandbox import BEGIN, END, EndlessTemplate, RefusalError, SandboxedTemplate
+from tee_side.chat.sandbox import (
+    BEGIN,
+    END,
+    STAND_INS,
+    EndlessTemplate,
+    RefusalError,
+    SandboxedTemplate,
+)
 from tee_side.engine.tokenizer import CONFIG_FILE, Tokenizer, library_errors
 
 # The template of each file, by its name among several. These are files of a manifest, too.
@@ -88,7 +95,7 @@ class ChatTemplate:
         # Files take the place of all that the configuration has.
         found = files or found
         self._sources = {name: text for name, text in found.items() if isinstance(text, str)}
-        self._compiled: dict[str, SandboxedTemplate] = {}
+        self._compiled: dict[str, tuple[SandboxedTemplate, _Control]] = {}
         self._end = f"{directory}: chat template"
 
     def info(self) -> dict[str, str | None]:
@@ -111,25 +118,25 @@ class ChatTemplate:
         Raises ModelError if the model has no chat template, a damaged one, or one that does not end
         in time, PromptError if it refuses the messages.
         """
-        return self._render(conversation, self._template(conversation), re.compile("(?!)"))
+        template, _ = self._template(conversation)
+        return self._render(conversation, template, _Control([], template))
 
     def encode(self, conversation: Conversation) -> list[int]:
         """Return its token ids. Raises as `render`."""
         if not self._marks:
             return self._tokenizer.encode(self.render(conversation), add_special_tokens=False)
-        template = self._template(conversation)
-        control = self._control_tokens(template)
-        text = self._render(conversation, template, control)
-        # Text, a marked token, text, ...; the template may have torn a mark from its token, whose
-        # place still parts what is beside it.
-        pieces = re.split(f"{BEGIN}({control.pattern}){END}|[{BEGIN}{END}]", text)
+        template, control = self._template(conversation)
+        text = control.restored(self._render(conversation, template, control))
+        # Text, a client's token, text, ...; a mark that the template has torn from its token still
+        # parts what is beside it.
+        pieces = re.split(f"{BEGIN}({control.tokens.pattern}){END}|[{BEGIN}{END}]", text)
         ids = self._tokenizer.encode(pieces[0], add_special_tokens=False)
         for at, piece in enumerate(pieces[1:], start=1):
             if piece:
                 ids += self._inside(piece, as_text=at % 2 == 1)
         return ids
 
-    def _template(self, conversation: Conversation) -> SandboxedTemplate:
+    def _template(self, conversation: Conversation) -> tuple[SandboxedTemplate, _Control]:
         """Compile the template, once: that takes longer than rendering."""
         source = self.source(with_tools=conversation.tools is not None)
         ModelError.unless(
@@ -140,7 +147,8 @@ class ChatTemplate:
         )
         if source not in self._compiled:
             try:
-                self._compiled[source] = SandboxedTemplate(source, self._date)
+                template = SandboxedTemplate(source, self._date)
+                self._compiled[source] = template, self._control_tokens(template)
             except EndlessTemplate as error:
                 raise ModelError(self._end, str(error), _ENDS) from None
             except Exception as error:  # noqa: BLE001 - Python's own, too: it compiles to Python
@@ -149,8 +157,8 @@ class ChatTemplate:
                 raise ModelError(str(self._where), got, expected) from None
         return self._compiled[source]
 
-    def _control_tokens(self, template: SandboxedTemplate) -> re.Pattern[str]:
-        """Match special tokens, and those others that the files name or the template writes."""
+    def _control_tokens(self, template: SandboxedTemplate) -> _Control:
+        """Return special tokens, and those others that the files name or the template writes."""
         added, named = self._tokenizer.raw.get_added_tokens_decoder().values(), self._control
 
         def is_control(text: str) -> bool:
@@ -160,13 +168,12 @@ class ChatTemplate:
 
         found = {token.content for token in added if token.special or is_control(token.content)}
         # One that holds another wins.
-        longest_first = sorted(found, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        return _Control(sorted(found, key=len, reverse=True), template)
 
     def _render(
-        self, conversation: Conversation, template: SandboxedTemplate, control: re.Pattern[str]
+        self, conversation: Conversation, template: SandboxedTemplate, control: _Control
     ) -> str:
-        mark = partial(_marked, control=control)
+        mark = control.marked
         # Clients send null for what is not there, and templates ask whether it is defined.
         messages = [
             {mark(key): mark(value) for key, value in message.items() if value is not None}
@@ -237,18 +244,49 @@ class ChatTemplate:
             return [token.id for word in words for token in raw.model.tokenize(word)]
 
 
-def _marked(value: Any, control: re.Pattern[str]) -> Any:
-    """Return what a client wrote, as plain JSON, with marks around the control tokens in it.
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
-    Raises PromptError for what JSON has not.
+
+class _Control:
+    """Control tokens, longest first, and how a client's words show that they are none.
+
+    A template may put one together: it leaves out words, or writes two texts side by side. So it is
+    given a character that stands for the first one of a token wherever that is a client's, but in
+    words that the template looks for.
     """
-    if isinstance(value, str):
-        plain = value.replace(BEGIN, "").replace(END, "")
-        return control.sub(rf"{BEGIN}\g<0>{END}", plain)
-    if isinstance(value, Mapping):
-        return {_marked(key, control): _marked(one, control) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(one, control) for one in value]
-    plain_one = value is None or isinstance(value, bool | int | float)
-    PromptError.unless(plain_one, "messages", describe(value), "values of JSON")
-    return value
+
+    def __init__(self, tokens: Sequence[str], template: SandboxedTemplate) -> None:
+        self.tokens = _any_of(tokens)
+        firsts = {token[0] for token in tokens if not token[0].isalnum()} - template.literals
+        known = [one for one in template.literals if len(one) > 1 and one[0] in firsts]
+        known = [one for one in known if not any(token.startswith(one) for token in tokens)]
+        first = f"(?!{_any_of(known).pattern})(?:{_any_of(firsts).pattern})"
+        self._said = re.compile(f"({self.tokens.pattern})|{first}")
+        self._stand_ins = dict(zip(sorted(firsts), map(chr, STAND_INS), strict=False))
+        self._back = str.maketrans({stand_in: one for one, stand_in in self._stand_ins.items()})
+        self._dropped = dict.fromkeys([*STAND_INS, ord(BEGIN), ord(END)])
+
+    def marked(self, value: Any) -> Any:
+        """Return what a client wrote, as plain JSON. Raises PromptError for what JSON has not."""
+        if isinstance(value, str):
+            return self._said.sub(self._mark, value.translate(self._dropped))
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(one) for one in value]
+        plain_one = value is None or isinstance(value, bool | int | float)
+        PromptError.unless(plain_one, "messages", describe(value), "values of JSON")
+        return value
+
+    def _mark(self, found: re.Match[str]) -> str:
+        return f"{BEGIN}{found[0]}{END}" if found[1] else self._stand_ins.get(found[0], found[0])
+
+    def restored(self, text: str) -> str:
+        """Put a client's characters back, and marks around each token that has one of them."""
+
+        def mark(found: re.Match[str]) -> str:
+            is_own = text[slice(*found.span())] == found[0]
+            return found[0] if is_own else f"{BEGIN}{found[0]}{END}"
+
+        return self.tokens.sub(mark, text.translate(self._back))

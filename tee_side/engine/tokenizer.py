@@ -5,11 +5,11 @@ Reads `tokenizer.json`. Conversations are read by `tee_side.chat.template`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tokenizers import AddedToken
@@ -33,10 +33,15 @@ _LIMITS = {"lists": 1_200_000, "items": 4_000_000}
 # What tells of tokens beside it.
 _BESIDE = (CONFIG_FILE, "special_tokens_map.json")
 _ADDED_FILE = "added_tokens.json"
+# Names of special tokens, in the order in which transformers adds them; a model's own follow.
+_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SEVERAL = tuple(f"{kind}_special_tokens" for kind in ("model_specific", "extra", "additional"))
 # Special tokens of classes, where the files say nothing of them.
-_QWEN = dict.fromkeys(("unk_token", "eos_token"), "<|endoftext|>")
-_GEMMA = {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-_CLASSES = {"Qwen2Tokenizer": _QWEN, "GPT2Tokenizer": _QWEN, "GemmaTokenizer": _GEMMA}
+_CLASSES = {
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "GemmaTokenizer": {f"{n}_token": f"<{n}>" for n in ("bos", "eos", "unk", "pad", "mask")},
+}
 
 
 class _Described(BaseModel):
@@ -44,7 +49,7 @@ class _Described(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    content: Annotated[str, Field(min_length=1)]
+    content: str
     single_word: bool = False
     lstrip: bool = False
     rstrip: bool = False
@@ -53,39 +58,33 @@ class _Described(BaseModel):
 
 
 def _described(value: object) -> object:
-    """Describe a token that is named, which is a special one; an empty name is none."""
+    """Describe a token that is named, which is a special one."""
     named = {"content": value, "special": True, "normalized": False}
-    return value if not isinstance(value, str) else named if value else None
+    return named if isinstance(value, str) else value
 
 
 _Named: TypeAlias = Annotated[_Described | None, BeforeValidator(_described)]
-_Several: TypeAlias = Annotated[
-    list[_Named],
-    BeforeValidator(lambda value: [*value.values()] if isinstance(value, dict) else value or []),
-]
 
 
 class _Beside(BaseModel):
-    """What the files beside tokenizer.json say of tokens."""
+    """What a file beside tokenizer.json says of tokens."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    tokenizer_class: str | None = None
     added_tokens_decoder: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], _Described] = {}
-    bos_token: _Named = None
-    eos_token: _Named = None
-    unk_token: _Named = None
-    sep_token: _Named = None
-    pad_token: _Named = None
-    cls_token: _Named = None
-    # In the order in which transformers adds them.
-    model_specific_special_tokens: _Several = []
-    extra_special_tokens: _Several = []
-    additional_special_tokens: _Several = []
+    named: dict[str, _Named]
+    unnamed: dict[str, list[_Named]]
 
 
-_SINGLE = [name for name in _Beside.model_fields if name.endswith("_token")]
-_SEVERAL = [name for name in _Beside.model_fields if name.endswith("_tokens")]
+def _sort_out(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell the special tokens with a name, which may be a model's own, from others."""
+    kind = str(raw.get("tokenizer_class")).removesuffix("Fast")
+    own = {k: v for k, v in raw.items() if k.endswith("_token") and isinstance(v, str | dict)}
+    named = _CLASSES.get(kind, {}) | own | {key: raw[key] for key in _NAMES if key in raw}
+    several = {key: raw.get(key) or [] for key in _SEVERAL}
+    for given in [key for key in _SEVERAL if isinstance(several[key], dict)]:
+        named |= several.pop(given)
+    return {**raw, "named": named, "unnamed": several}
 
 
 class _Added(BaseModel):
@@ -134,33 +133,34 @@ class Tokenizer:
         ones.
         """
         listed: dict[int, AddedToken] = {}
-        single: dict[str, str] = {}
-        several: list[str] = []
+        by_name: dict[str, _Described | None] = {}
+        others: list[_Described | None] = []
         for name in _BESIDE:
-            if path := find_file(self.directory, name, self.manifest):
-                said = validate_known(_Beside, read_json(path, self.manifest), str(path))
-                kind = (said.tokenizer_class or "").removesuffix("Fast")
-                for index, token in said.added_tokens_decoder.items():
-                    listed[int(index)] = AddedToken(**token.model_dump(exclude_none=True))
-                tokens = {key: getattr(said, key) for key in _SINGLE}
-                single |= _CLASSES.get(kind, {}) | {k: t.content for k, t in tokens.items() if t}
-                more = chain.from_iterable(getattr(said, key) for key in _SEVERAL)
-                several += [token.content for token in more if token]
-        self.special_tokens = single
-        named = [*single.values(), *several]
+            if not (path := find_file(self.directory, name, self.manifest)):
+                continue
+            said = validate_known(_Beside, _sort_out(read_json(path, self.manifest)), str(path))
+            for index, token in said.added_tokens_decoder.items():
+                listed[int(index)] = AddedToken(**token.model_dump(exclude_none=True))
+            by_name |= said.named
+            others += chain.from_iterable(said.unnamed.values())
+            if "added_tokens_decoder" in said.model_fields_set:
+                break  # it lists all of them
+        self.special_tokens = {name: token.content for name, token in by_name.items() if token}
+        order = dict.fromkeys((*_NAMES, *by_name))
+        named = [token.content for token in (*map(by_name.get, order), *others) if token]
         if path := find_file(self.directory, _ADDED_FILE, self.manifest):
             read = validate_file(_Added, {"tokens": read_json(path, self.manifest)}, str(path))
             for text, place in read.tokens.items():
                 listed.setdefault(place, AddedToken(text, special=text in named))
         adding = [listed[index] for index in sorted(listed)]
-        adding += [AddedToken(name, special=True, normalized=False) for name in named]
+        adding += [AddedToken(name, special=True, normalized=False) for name in named if name]
         with library_errors(self.path, quoted=True):
             known = {token.content for token in self.raw.get_added_tokens_decoder().values()}
             for new in adding:
                 if new.content not in known:
                     known.add(new.content)
                     (self.raw.add_special_tokens if new.special else self.raw.add_tokens)([new])
-        return list(dict.fromkeys(named))
+        return [name for name in dict.fromkeys(named) if name]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS where the model's tokenizer adds one.

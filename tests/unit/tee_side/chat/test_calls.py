@@ -56,6 +56,14 @@ WRITTEN: dict[str, Any] = {
         )
         for one in calls
     ),
+    "seed": lambda calls: "\n".join(
+        _tagged(
+            *one,
+            "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>",
+            "<parameter={key}>{value}</parameter>\n",
+        )
+        for one in calls
+    ),
     "glm": lambda calls: "\n".join(
         _tagged(
             *one,
