@@ -30,7 +30,7 @@ from tee_side.serve.errors import ApiError, ErrorBody, answer_errors, of_engine,
 from tee_side.serve.exchange import EngineResponse, Serving, ending, require_ready, serving_of
 from tee_side.serve.identity import AnswerReceipt
 from tee_side.serve.responses import responses
-from tee_side.serve.schema import DetokenizeRequest, TokenizeRequest
+from tee_side.serve.schema import Chat, DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("tee_side")
 
@@ -189,10 +189,7 @@ async def version(request: Request) -> dict[str, str]:
 # What each form of a request may have.
 _FIELDS_OF = {
     "prompt": {"model", "prompt", "add_special_tokens", "return_token_strs"},
-    "messages": {
-        *("model", "messages", "tools", "add_generation_prompt", "continue_final_message"),
-        *("chat_template_kwargs", "return_token_strs"),
-    },
+    "messages": {"model", "messages", "return_token_strs", *Chat.model_fields},
     "content": {"model", "content", "add_special", "with_pieces", "parse_special"},
 }
 

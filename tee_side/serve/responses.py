@@ -5,6 +5,7 @@ of tools. Nothing is kept from one request to the next.
 """
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +32,16 @@ from tee_side.serve.chat import asks_for_calls, prepare_chat
 from tee_side.serve.completions import prepared
 from tee_side.serve.errors import ApiError, of_validation, require
 from tee_side.serve.exchange import EngineResponse, Serving
-from tee_side.serve.schema import Body, ChatRequest, Effort, Generating, Likeliest, TextPart
+from tee_side.serve.schema import (
+    SENT_BACK,
+    Body,
+    ChatRequest,
+    Effort,
+    Generating,
+    Likeliest,
+    TextPart,
+    accepting,
+)
 from tee_side.serve.watch import RequestWatch
 
 _STATELESS = "nothing: no answer is kept here; send all of the conversation as input"
@@ -48,9 +58,17 @@ _TOLD = {
     ),
     *("max_output_tokens", "temperature", "top_p", "top_logprobs", "user", "service_tier"),
 }
+# What a chat calls its fields, and a response.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 _LOGPROBS = "message.output_text.logprobs"
 
 
+@accepting(SENT_BACK)
 class Item(Body):
     """A message, a call or its result, or thinking, as an answer had it."""
 
@@ -62,11 +80,6 @@ class Item(Body):
     arguments: str | None = None
     output: str | list[TextPart] | None = None
     summary: list[Any] | None = None
-    encrypted_content: Any = None
-    id: Any = None
-    status: Any = None
-    phase: Any = None
-    parsed_arguments: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -116,12 +129,18 @@ async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
     """Answer a conversation."""
     for name in ("store", "background", "previous_response_id", "conversation"):
         require(not getattr(body, name), f"body.{name}", _STATELESS)
-    asked = _asked(body)
 
     def prepare(serving: Serving, caller: RequestWatch, chat: ChatRequest) -> EngineResponse:
         return prepare_chat(serving, caller, chat, partial(ResponseAnswer, body))
 
-    return await prepared(prepare, asked, request, compiles=asks_for_calls(asked))
+    try:
+        asked = _asked(body)
+        return await prepared(prepare, asked, request, compiles=asks_for_calls(asked))
+    except ApiError as error:
+        # Places within a conversation are those of turns, not of items.
+        for name, own in _NAMES.items():
+            error.body = re.sub(rf"\bbody\.{name}\b(\.\w+)*", f"body.{own}", error.body)
+        raise
 
 
 def _asked(body: ResponsesRequest) -> ChatRequest:

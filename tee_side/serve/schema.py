@@ -98,12 +98,12 @@ GRAMMARS: dict[str, tuple[GrammarKind, Any]] = {
 }
 
 
-def _accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
-    """Return what adds fields to a model that are not read one by one, None by default."""
+def accepting(fields: dict[str, Any]) -> Callable[[type[_B]], type[_B]]:
+    """Return what adds fields to a model that has them not yet, None by default."""
 
     def add(model: type[_B]) -> type[_B]:
-        given: dict[str, Any] = {name: (kind, None) for name, kind in fields.items()}
-        named = model.__name__
+        own, named = model.model_fields, model.__name__
+        given: dict[str, Any] = {k: (kind, None) for k, kind in fields.items() if k not in own}
         return create_model(
             named, __base__=model, __doc__=model.__doc__, __module__=__name__, **given
         )
@@ -122,6 +122,14 @@ _UNUSED: dict[str, Any] = dict.fromkeys(
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
         *("xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalize_nl", "min_keep"),
         *("n_keep", "n_discard"),
+    ),
+    Any,
+)
+# What answers have, and clients send back as parts of a conversation: not looked at either.
+SENT_BACK: dict[str, Any] = dict.fromkeys(
+    (
+        *("annotations", "cache_control", "encrypted_content", "id", "index", "logprobs"),
+        *("parsed", "parsed_arguments", "phase", "status"),
     ),
     Any,
 )
@@ -183,7 +191,7 @@ class ResponseFormat(Body):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-@_accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
+@accepting({f"{name}_": Annotated[may, Field(alias=name)] for name, (_, may) in GRAMMARS.items()})
 class StructuredOutputs(Body):
     """vLLM's form of a grammar; one of the fields."""
 
@@ -193,7 +201,7 @@ class StructuredOutputs(Body):
     whitespace_pattern: None = None
 
 
-@_accepting(
+@accepting(
     _UNUSED | _NEUTRAL | SAMPLING | {f"guided_{name}": may for name, (_, may) in GRAMMARS.items()}
 )
 class Generating(Body):
@@ -238,15 +246,12 @@ class CompletionRequest(Generating):
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
+@accepting(SENT_BACK)
 class TextPart(Body):
     """A part of a message; there are no others than text. Its type is told by several names."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    cache_control: Any = None
-    annotations: Any = None
-    logprobs: Any = None
-    parsed: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -260,29 +265,26 @@ class TextPart(Body):
         return value
 
 
+@accepting(SENT_BACK)
 class CalledFunction(Body):
     """Which tool was called, with arguments as JSON, in a text or not."""
 
     name: str
     arguments: str | dict[str, Any] = ""
-    parsed_arguments: Any = None
 
 
+@accepting(SENT_BACK)
 class ToolCall(Body):
     """A call in a turn of the assistant."""
 
     id: _Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Any = None
-    cache_control: Any = None
 
 
+@accepting(SENT_BACK)
 class ChatMessage(Body):
-    """A turn of a conversation. Only an assistant's may have no content.
-
-    What an answer of a server has beside, clients send back: it is not looked at.
-    """
+    """A turn of a conversation. Only an assistant's may have no content."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _List[TextPart] | None = None
@@ -293,12 +295,8 @@ class ChatMessage(Body):
     reasoning: str | None = None
     thinking: str | None = None
     refusal: str | None = None
-    annotations: Any = None
     audio: None = None
     function_call: None = None
-    cache_control: Any = None
-    id: Any = None
-    parsed: Any = None
     prefix: Literal[False] | None = None
 
 
@@ -368,9 +366,8 @@ class AllowedTools(Body):
 
 
 class Chat(Body):
-    """What a conversation is, wherever one is read."""
+    """What a conversation is beside its messages, wherever one is read."""
 
-    messages: Messages
     tools: _Few[Tool] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=_MAX_FIELDS)] | None = None
     add_generation_prompt: bool | None = None
@@ -382,6 +379,7 @@ class Chat(Body):
 class ChatRequest(Chat, Generating):
     """`/v1/chat/completions`."""
 
+    messages: Messages
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: _Limit | None = None
@@ -393,7 +391,7 @@ class ChatRequest(Chat, Generating):
     echo: Literal[False] | None = None
 
 
-@_accepting(_UNUSED)
+@accepting(_UNUSED)
 class EmbeddingsRequest(Body):
     """`/v1/embeddings`: of texts, or of a conversation.
 
@@ -413,7 +411,7 @@ class EmbeddingsRequest(Body):
     truncate_prompt_tokens: _Last | None = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Chat):
     """`/tokenize`: vLLM's prompt or messages, or llama.cpp's content."""
 
     model: _Name | None = None
@@ -421,10 +419,6 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: Messages | None = None
-    tools: _Few[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_fields)] | None = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None

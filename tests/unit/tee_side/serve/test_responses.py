@@ -152,6 +152,10 @@ def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -
         ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input.0", "send all"),
         ({"tools": [{"type": "web_search"}]}, "body.tools.0", "this server has no tools itself"),
         ({"truncation": "auto"}, "body.truncation", "disabled"),
+        # What a chat would say of it, by this API's names.
+        ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "body.input", "images"),
+        ({"input": [{"role": "user"}]}, "body.input", "body.input: expected a value"),
+        ({"text": {"format": {"type": "json_schema"}}}, "body.text.format", "a value"),
         ({"unheard_of": 1}, "body.unheard_of", "no such field"),
     ],
 )
