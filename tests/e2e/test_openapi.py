@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.service import ENVIRONMENT, TEE_ONLY, running_server, until
 
-PATHS = 10
+PATHS = 11
 ROOT = Path(__file__).parents[2]
 
 
