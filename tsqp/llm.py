@@ -227,6 +227,8 @@ class LLM(AbstractContextManager["LLM"]):
         with PromptError.instead_of(wrong, "tools", "something else", "functions, as OpenAI's"):
             functions = [tool["function"] for tool in tools or ()]
             known = {one["name"]: one.get("parameters") or {} for one in functions}
+        no_form = "a model whose template knows no tools, or writes calls in an unknown form"
+        PromptError.unless(form.calls or not known, "tools", no_form, "none")
 
         def reader() -> ReplyReader:
             calls = CallReader(form.calls, known) if known and form.calls else None
@@ -286,7 +288,7 @@ class LLM(AbstractContextManager["LLM"]):
             "something else",
             "mappings, role to text",
         )
-        return self._template.encode(Conversation(messages=messages, **more))
+        return self._template.encode_calls(Conversation(messages=messages, **more))
 
     def _start(
         self,

@@ -68,9 +68,9 @@ class ReplyGrammar:
         """
         before, call, between, behind = form.written
         for number, (name, schema) in enumerate(tools.items()):
-            head, _, end = call.replace("NAME", name).partition("ARGUMENTS")
-            arguments = self._arguments(form, schema, number)
-            self.rules[f"call_{number}"] = f"{self.written(head)} {arguments} {self.written(end)}"
+            head, _, end = call.partition("ARGUMENTS")
+            begin, arguments = head.replace("NAME", name), self._arguments(form, schema, number)
+            self.rules[f"call_{number}"] = f"{self.written(begin)} {arguments} {self.written(end)}"
         self.rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
         more = "" if one else f"({self.written(between)} call)*"
         section = f"{self.written(before)} call {more} {self.written(behind)}"
@@ -91,15 +91,20 @@ class ReplyGrammar:
 
     def _arguments(self, form: CallForm, schema: Mapping[str, Any], number: int) -> str:
         if not form.parameter:
-            self.rules[f"json_{number}"] = _json(schema)
+            # Without its type, a schema may be followed by what is no object.
+            self.rules[f"json_{number}"] = _json({"type": "object", **schema})
             return f"json_{number}"
+        apart = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+        expected = "properties at the top of it: this model writes them one by one"
+        PromptError.unless(not apart, "tools", "a schema that leads elsewhere", expected)
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         found = []
         for place, (key, said) in enumerate(properties.items()):
-            before, _, behind = form.parameter.replace("KEY", key).partition("VALUE")
+            before, _, behind = form.parameter.partition("VALUE")
             value = self._value({**said, **shared}, behind, f"{number}_{place}")
-            found.append(f"({self.written(before)} {value}){'' if key in required else '?'}")
+            begin = self.written(before.replace("KEY", key))
+            found.append(f"({begin} {value}){'' if key in required else '?'}")
         return " ".join(found) or '""'
 
     def _value(self, schema: Mapping[str, Any], behind: str, name: str) -> str:
@@ -107,7 +112,7 @@ class ReplyGrammar:
         if schema.get("type") != "string":
             self.rules[f"json_{name}"] = _json(schema)
             return f"json_{name} {self.written(behind)}"
-        choices = schema.get("enum")
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, Sequence) and choices:
             return f"({' | '.join(map(self.written, map(str, choices)))}) {self.written(behind)}"
         return self.until(behind)

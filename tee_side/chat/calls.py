@@ -15,9 +15,10 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-# Of a call up to its arguments; of one that has them first, in all; and behind its arguments.
+# Of a call up to its arguments; of one that has them first, in all; and behind its arguments, or
+# of space in front of it.
 _MAX_HEAD = 16 * 1024
 _MAX_CALL = 1024 * 1024
 _MAX_END = 64
@@ -37,13 +38,6 @@ class CallPiece:
     name: str | None = None
 
 
-class Arguments(Protocol):
-    """Reads the arguments of one call."""
-
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the JSON that goes on, and what stands behind the arguments; None before that."""
-
-
 def unfinished(text: str, literals: tuple[str, ...]) -> int:
     """Return how many characters at the end of a text may begin one of the literals."""
     starts = {literal[:size] for literal in literals for size in range(1, len(literal))}
@@ -51,7 +45,7 @@ def unfinished(text: str, literals: tuple[str, ...]) -> int:
 
 
 class JsonArguments:
-    """An object of JSON, up to the brace that closes it."""
+    """Reads the arguments of one call: an object of JSON, up to the brace that closes it."""
 
     _SIGN = re.compile(r'["\\{}\[\]]')
 
@@ -59,7 +53,7 @@ class JsonArguments:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take a piece of the text; see `Arguments`."""
+        """Return the JSON that goes on, and what stands behind the arguments; None before that."""
         at = int(self._escaped)
         self._escaped = False
         while found := self._SIGN.search(text, at):
@@ -78,7 +72,7 @@ class JsonArguments:
 
 
 class TaggedArguments:
-    """Parameters between tags: texts as they are, others as JSON, as the schema has each.
+    """Reads arguments between tags: texts as they are, others as JSON, as the schema has each.
 
     `opens`: begins one, with its `key`; `closes`: ends it; `ends`: what stands behind the last.
     `lines`: a line end of its own stands on both sides of a value.
@@ -97,7 +91,7 @@ class TaggedArguments:
         self._kind: str | None = None
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take a piece of the text; see `Arguments`."""
+        """Take a piece of the text, as `JsonArguments` does."""
         self._held += text
         said = ""
         while True:
@@ -136,6 +130,9 @@ class TaggedArguments:
         return _escaped(value)
 
 
+_Arguments: TypeAlias = JsonArguments | TaggedArguments
+
+
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
@@ -171,7 +168,7 @@ class CallForm:
     head: re.Pattern[str]
     end: re.Pattern[str]
     written: tuple[str, str, str, str]
-    arguments: Callable[[Mapping[str, Any]], Arguments] = JsonArguments
+    arguments: Callable[[Mapping[str, Any]], _Arguments] = JsonArguments
     parameter: str = ""
     bare: bool = False
     objects: bool = False
@@ -185,19 +182,7 @@ _OBJECT = (
     r'"(?:name|tool_name)"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_CLOSE = r'\s*(?:,\s*"[a-z_]+"\s*:\s*"[^"\\]*"\s*)?\}\s*'
-
-
-def _object_form(begin: str, close: str, **more: Any) -> CallForm:
-    """Each call is an object of JSON between tags."""
-    return CallForm(
-        begins=(begin,),
-        head=re.compile(_OBJECT),
-        end=re.compile(_CLOSE + re.escape(close)),
-        written=("", f'{begin}\n{{"name": "NAME", "arguments": ARGUMENTS}}\n{close}', "\n", ""),
-        objects=True,
-        **more,
-    )
+_CLOSE = r'\s*(?:,\s*"[a-z_]+"\s*:\s*"[^"\\]*"\s*)?\}'
 
 
 def _list_form(begin: str, close: str, name: str, arguments: str, **more: Any) -> CallForm:
@@ -205,8 +190,9 @@ def _list_form(begin: str, close: str, name: str, arguments: str, **more: Any) -
     written = f'{{"{name}": "NAME", "{arguments}": ARGUMENTS}}'
     return CallForm(
         begins=(begin,),
-        head=re.compile(rf"\s*\[?{_OBJECT}"),
-        end=re.compile(rf"{_CLOSE}(?:(?P<more>,)|\]\s*{re.escape(close)})"),
+        # Without a way back: else each space would be tried on both sides of the bracket.
+        head=re.compile(rf"\s*+\[?{_OBJECT}"),
+        end=re.compile(rf"{_CLOSE}\s*(?:(?P<more>,)|\]\s*{re.escape(close)})"),
         written=(f"{begin}[", written, ", ", f"]{close}"),
         objects=True,
         **more,
@@ -318,13 +304,27 @@ CALL_FORMS: dict[str, tuple[tuple[str, ...], CallForm]] = {
         ("<seed:tool_call>", "<function="),
         _function_form("seed:tool_call", "<parameter=KEY>VALUE</parameter>\n", lines=False),
     ),
-    "hermes": (("<tool_call>",), _object_form("<tool_call>", "</tool_call>")),
+    "hermes": (
+        ("<tool_call>",),
+        CallForm(
+            begins=("<tool_call>",),
+            head=re.compile(_OBJECT),
+            end=re.compile(rf"{_CLOSE}\s*</tool_call>"),
+            written=(
+                "",
+                '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+                "\n",
+                "",
+            ),
+            objects=True,
+        ),
+    ),
     "llama3": (
         ("ipython",),
         CallForm(
             begins=("<|python_tag|>",),
             head=re.compile(_OBJECT),
-            end=re.compile(rf"{_CLOSE}"),
+            end=re.compile(_CLOSE),
             written=("", '{"name": "NAME", "parameters": ARGUMENTS}', "; ", ""),
             bare=True,
             objects=True,
@@ -353,7 +353,7 @@ class CallReader:
         self._state: Callable[[bool], bool] = self._read_text
         # Whether a call may stand here without a beginning of its own.
         self._bare = form.bare
-        self._arguments: Arguments | None = None
+        self._arguments: _Arguments | None = None
         self.calls = 0
 
     def feed(self, text: str, *, final: bool = False) -> tuple[str, list[CallPiece]]:
@@ -426,7 +426,7 @@ class CallReader:
 
     def _goes_on(self, held: str) -> bool:
         first = held.lstrip()[:1]
-        return not first or not self._form.objects or first in "{["
+        return len(held) < _MAX_END if not first else not self._form.objects or first in "{["
 
     def _start(self, name: str) -> bool:
         """Begin a call, if there is such a tool; else it is text."""

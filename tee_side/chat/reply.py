@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tee_side.chat.calls import CALL_FORMS, CallPiece, CallReader, form_of, unfinished
-from tee_side.chat.template import ChatTemplate
+from tee_side.chat.template import REASONING, ChatTemplate
 from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 # Of a prompt, where it shows whether thinking has begun.
@@ -151,6 +151,8 @@ class ReplyForm:
         self.thinking = next(
             (signs for signs in THINKING if any(sign in source for sign in signs)), None
         )
+        # Those of a template that reads thinking apart from what is said.
+        self.read_apart = self.thinking if any(one in source for one in REASONING) else None
         source = template.source(with_tools=True)
         name = (parser or form_of(source)) if "tools" in source else None
         self.calls = None if name is None else CALL_FORMS[name][1]

@@ -7,11 +7,13 @@ sees them, and encoded as text, as are those that the template makes of its word
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 from protocol.errors import ModelError, PromptError, describe
@@ -123,8 +125,6 @@ class ChatTemplate:
 
     def encode(self, conversation: Conversation) -> list[int]:
         """Return its token ids. Raises as `render`."""
-        if not self._marks:
-            return self._tokenizer.encode(self.render(conversation), add_special_tokens=False)
         template, control = self._template(conversation)
         text = control.restored(self._render(conversation, template, control))
         # Text, a client's token, text, ...; a mark that the template has torn from its token still
@@ -135,6 +135,25 @@ class ChatTemplate:
             if piece:
                 ids += self._inside(piece, as_text=at % 2 == 1)
         return ids
+
+    def encode_calls(self, conversation: Conversation) -> list[int]:
+        """Return the ids of a conversation whose calls are as OpenAI's API has them.
+
+        Arguments are texts there, and objects to templates, where they are JSON; a result gets the
+        name of its call, which some templates write. Raises as `render`.
+        """
+        wrong = KeyError, TypeError, AttributeError
+        with PromptError.instead_of(wrong, "messages", "calls of another form", "OpenAI's"):
+            said = list(map(dict, conversation.messages))
+            _name_results(said)
+            read = list(map(_read_arguments, said))
+        try:
+            return self.encode(replace(conversation, messages=read))
+        except PromptError:
+            # Templates of DeepSeek's write arguments as the text that they are.
+            if read == said:
+                raise
+            return self.encode(replace(conversation, messages=said))
 
     def _template(self, conversation: Conversation) -> tuple[SandboxedTemplate, _Control]:
         """Compile the template, once: that takes longer than rendering."""
@@ -166,19 +185,22 @@ class ChatTemplate:
                 return text in named
             return not text.isspace() and any(text in literal for literal in template.literals)
 
-        found = {token.content for token in added if token.special or is_control(token.content)}
-        # One that holds another wins.
-        return _Control(sorted(found, key=len, reverse=True), template)
+        shielded = added if self._marks else ()
+        found = {token.content for token in shielded if token.special or is_control(token.content)}
+        return _Control(found, template)
 
     def _render(
         self, conversation: Conversation, template: SandboxedTemplate, control: _Control
     ) -> str:
-        mark = control.marked
-        # Clients send null for what is not there, and templates ask whether it is defined.
-        messages = [
-            {mark(key): mark(value) for key, value in message.items() if value is not None}
-            for message in conversation.messages
-        ]
+        mark, besides = control.marked, (conversation.tools, conversation.documents)
+        deep = "messages", "values that are nested too deep", "fewer levels"
+        with PromptError.instead_of(RecursionError, *deep):
+            # Clients send null for what is not there; templates ask whether it is defined.
+            messages = [
+                {mark(key): mark(value) for key, value in message.items() if value is not None}
+                for message in conversation.messages
+            ]
+            variables, tools, documents = mark([conversation.variables, *besides])
         for message in messages:
             for said in [message[key] for key in REASONING if key in message][:1]:
                 message.update({"thinking": said} | message | {"reasoning_content": said})
@@ -200,10 +222,10 @@ class ChatTemplate:
             holder[key] = f"{last}{_TAG}"
         values = {
             **self._tokenizer.special_tokens,
-            **mark(conversation.variables),
+            **variables,
             "messages": messages,
-            "tools": mark(conversation.tools),
-            "documents": mark(conversation.documents),
+            "tools": tools,
+            "documents": documents,
             "add_generation_prompt": conversation.add_generation_prompt,
         }
         try:
@@ -244,24 +266,62 @@ class ChatTemplate:
             return [token.id for word in words for token in raw.model.tokenize(word)]
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+def _name_results(turns: Sequence[dict[str, Any]]) -> None:
+    names: dict[str, str] = {}
+    for turn in turns:
+        for call in turn.get("tool_calls") or ():
+            names[call.get("id", "")] = call["function"]["name"]
+        if turn["role"] == "tool" and (name := names.get(turn.get("tool_call_id", ""))):
+            turn.setdefault("name", name)
+
+
+def _read_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    def read(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"].get("arguments")
+        try:
+            # Of a tool that takes none, some clients have no text.
+            found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            return call
+        if not isinstance(found, dict):
+            return call
+        return call | {"function": call["function"] | {"arguments": found}}
+
+    return (
+        turn | {"tool_calls": list(map(read, turn["tool_calls"]))}
+        if turn.get("tool_calls")
+        else turn
+    )
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """Return what matches the longest of these, with one look at a place, however many they are."""
+    given = list(texts)
+    start = commonprefix(given)  # noqa: RUF071 - of texts, not of paths
+    rests: dict[str, list[str]] = {}
+    for text in given:
+        rest = text.removeprefix(start)
+        rests.setdefault(rest[:1], []).append(rest)
+    if len(rests) < 2:
+        return re.escape(start) if rests else "(?!)"
+    longer = [_any_of(found) for first, found in rests.items() if first]
+    return f"{re.escape(start)}(?:{'|'.join([*longer, *[''] * ('' in rests)])})"
 
 
 class _Control:
-    """Control tokens, longest first, and how a client's words show that they are none.
+    """Control tokens, and how a client's words show that they are none.
 
     A template may put one together: it leaves out words, or writes two texts side by side. So it is
     given a character that stands for the first one of a token wherever that is a client's, but in
     words that the template looks for.
     """
 
-    def __init__(self, tokens: Sequence[str], template: SandboxedTemplate) -> None:
-        self.tokens = _any_of(tokens)
+    def __init__(self, tokens: Collection[str], template: SandboxedTemplate) -> None:
+        self.tokens = re.compile(_any_of(tokens))
         firsts = {token[0] for token in tokens if not token[0].isalnum()} - template.literals
         known = [one for one in template.literals if len(one) > 1 and one[0] in firsts]
         known = [one for one in known if not any(token.startswith(one) for token in tokens)]
-        first = f"(?!{_any_of(known).pattern})(?:{_any_of(firsts).pattern})"
+        first = f"(?!{_any_of(known)})(?:{_any_of(firsts)})"
         self._said = re.compile(f"({self.tokens.pattern})|{first}")
         self._stand_ins = dict(zip(sorted(firsts), map(chr, STAND_INS), strict=False))
         self._back = str.maketrans({stand_in: one for one, stand_in in self._stand_ins.items()})

@@ -456,15 +456,12 @@ class WholeAnswer(_Answer):
         rows = [
             {
                 str(token_id): {"logprob": max(value, -9999.0), "rank": rank}
-                | self._decoded(token_id)
+                | {"decoded_token": json.loads(self._model.names(token_id)[0])}
                 for token_id, value, rank in _ranked(logprob, most)
             }
             for logprob in read.logprobs
         ]
         return f'{told},"prompt_logprobs":{json.dumps([None, *rows], separators=(",", ":"))}'
-
-    def _decoded(self, token_id: int) -> dict[str, str]:
-        return {"decoded_token": json.loads(self._model.names(token_id)[0])}
 
     def _written(
         self,

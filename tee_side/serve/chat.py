@@ -1,10 +1,9 @@
 """`/v1/chat/completions`: tools that may be called, thinking, and how a reply is read."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from tee_side.serve.completions import (
     Reading,
     check_fields,
     exchange,
+    grammars,
     prepared,
     truncated,
     written_in,
@@ -50,8 +50,6 @@ def _choosing(body: ChatRequest) -> _Choosing:
     known = {tool.function.name: tool for tool in tools}
     require(len(known) == len(tools), "body.tools", "each name once")
     one = body.parallel_tool_calls is False
-    if choice is None:
-        return _Choosing(tools, one=one)
     if choice == "none":
         return _Choosing()
     named = [choice] if isinstance(choice, NamedTool) else []
@@ -73,11 +71,11 @@ def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Read
     added = {one.content: i for i, one in model.tokenizer.raw.get_added_tokens_decoder().items()}
     rules = ReplyGrammar(added)
     lead = rules.thinking(thinking, inside=inside)
+    # Before a text that follows a grammar of its own.
+    before = None if thinking is None else rules.lark(f"{lead} @answer")
     if not choosing.tools:
-        if thinking is None:
-            return Reading()
-        reader = partial(ReplyReader, thinking, inside=inside)
-        return Reading(reader=reader, shown=shown, lead=rules.lark(f"{lead} @answer"))
+        reader = None if thinking is None else partial(ReplyReader, thinking, inside=inside)
+        return Reading(reader=reader, shown={} if thinking is None else shown, lead=before)
     if (form := replies.calls) is None:
         message = (
             "the model's chat template knows no tools, or writes calls in a form that is not known"
@@ -86,30 +84,24 @@ def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Read
         raise ApiError(400, message, param="body.tools", code="no_tools")
     tools = {tool.function.name: tool.function.parameters or {} for tool in choosing.tools}
     calls: CallsSource | None = None
-    answer = _answer_schema(body)
+    found = (content for name, _, content in grammars(body) if name == "response_format")
+    answer = next(({"type": "object", **content} for content in found), None)
     if choosing.must or answer is not None or any(t.function.strict for t in choosing.tools):
-        free = not choosing.must
+        free, wrong = not choosing.must, (ValueError, TypeError, AttributeError, RecursionError)
+        expected = "schemas of JSON"
         try:
-            start = rules.calls(form, tools, one=choosing.one, free=free, answer=answer)
+            with PromptError.instead_of(wrong, "tools", "a schema of another form", expected):
+                start = rules.calls(form, tools, one=choosing.one, free=free, answer=answer)
+                calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
         except PromptError as error:
             raise of_engine(error, "body.tools") from None
-        calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
 
     def reader_of() -> ReplyReader:
         read = CallReader(form, tools, 1 if choosing.one else None)
         return ReplyReader(thinking, inside=inside, calls=read)
 
-    return Reading(reader=reader_of, shown=shown, calls=calls)
-
-
-def _answer_schema(body: ChatRequest) -> Mapping[str, Any] | None:
-    """Return the schema of a reply that calls no tool, None for text."""
-    form = body.response_format
-    if form is None or form.type == "text":
-        return None
-    return (
-        form.schema_ or {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-    )
+    lead_of_text = before if calls is None else None
+    return Reading(reader=reader_of, shown=shown, calls=calls, lead=lead_of_text)
 
 
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:

@@ -28,7 +28,7 @@ from tee_side.serve.answers import (
     WholeAnswer,
     Writing,
 )
-from tee_side.serve.constraints import TokenRules, spellings
+from tee_side.serve.constraints import TokenRules, all_but, spellings
 from tee_side.serve.conversation import encode_chat
 from tee_side.serve.errors import ApiError, of_engine, require
 from tee_side.serve.exchange import EngineResponse, Serving, serving_of
@@ -36,6 +36,7 @@ from tee_side.serve.grammar import CallsSource, GrammarKind, GrammarMatcher
 from tee_side.serve.schema import (
     GRAMMARS,
     SAMPLING,
+    Chat,
     CompletionRequest,
     EmbeddingsRequest,
     Generating,
@@ -156,7 +157,7 @@ async def prepared(
     is, whatever the fields say that both endpoints have.
     """
     serving, caller = serving_of(request), request.state.caller
-    if not compiles and not any(_grammars(body)):
+    if not compiles and not any(grammars(body)):
         return await asyncio.to_thread(prepare, serving, caller, body)
     places, turns = serving.compiling[caller.owner]
     ApiError.unless(
@@ -181,7 +182,7 @@ def check_fields(model: OfferedModel, body: Generating) -> None:
     streamed = body.stream and body.prompt_logprobs is not None
     require(not streamed, "body.prompt_logprobs", "stream to be false")
     require(
-        len(list(_grammars(body))) <= 1,
+        len(list(grammars(body))) <= 1,
         "body",
         "one grammar (response_format, structured_outputs or guided_*)",
     )
@@ -307,7 +308,7 @@ def _stop_ids(model: OfferedModel, body: Generating) -> frozenset[int] | None:
     return own | model.config.eos_token_ids if own else None
 
 
-def _grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
+def grammars(body: Generating) -> Iterator[tuple[str, GrammarKind, Any]]:
     """Yield what a text has to follow: the field, the kind, and the grammar itself."""
     form, outputs = body.response_format, body.structured_outputs
     if form is not None and form.type == "json_object":
@@ -338,7 +339,7 @@ def _rules(serving: Serving, owner: str, body: Generating, reading: Reading) -> 
     ends = _stop_ids(model, body)
     return TokenRules(
         grammar=grammar,
-        allowed=allowed,
+        hidden_V=None if allowed is None else all_but(allowed, model.config.vocab_size),
         minimum=body.min_tokens or 0,
         end_ids=model.config.eos_token_ids if ends is None else ends,
         unwanted=unwanted,
@@ -348,7 +349,7 @@ def _rules(serving: Serving, owner: str, body: Generating, reading: Reading) -> 
 def _grammar(
     serving: Serving, owner: str, body: Generating, reading: Reading
 ) -> GrammarMatcher | None:
-    found = list(_grammars(body))
+    found = list(grammars(body))
     if reading.calls is not None:
         # That of an answer without calls is part of it.
         own = all(field == "response_format" for field, *_ in found)
@@ -407,6 +408,8 @@ def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     param = "body.messages" if said else "body.input"
     require_model(model, body.model)
     require(said != (body.input is not None), "body", "one of input and messages")
+    for name in () if said else body.model_fields_set & Chat.model_fields.keys():
+        require(False, f"body.{name}", "none beside input")
     most = model.config.hidden_size
     try:
         how = model.embedding
@@ -416,7 +419,7 @@ def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     if refused := how.refused(body.prompt_name, body.dimensions, most):
         require(False, f"body.{refused[0]}", refused[1])
     if body.input is None:
-        inputs = [tuple(encode_chat(model, body))]
+        inputs = [tuple(encode_chat(model, body, tools=body.tools or []))]
     else:
         front, special = how.front(body.prompt_name), body.add_special_tokens is not False
         inputs = encode(model, body.input, param, front=front, special=special)

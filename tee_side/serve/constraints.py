@@ -17,12 +17,12 @@ _HIDDEN = float("-inf")
 class TokenRules:
     """A grammar of the engine, with further rules.
 
-    `allowed`: no other ids; None for all. `minimum`: tokens before one that ends a text
-    (`end_ids`). `unwanted`: sequences of ids that a text does not have.
+    `hidden_V`: true for ids that are never allowed; None for none. `minimum`: tokens before one
+    that ends a text (`end_ids`). `unwanted`: sequences of ids that a text does not have.
     """
 
     grammar: Grammar | None = None
-    allowed: Sequence[int] | None = None
+    hidden_V: torch.Tensor | None = None
     minimum: int = 0
     end_ids: frozenset[int] = frozenset()
     unwanted: Sequence[tuple[int, ...]] = ()
@@ -36,20 +36,21 @@ class TokenRules:
     def hide(self, scores_V: torch.Tensor) -> torch.Tensor:
         """Return the scores with -inf for every token that is not allowed next.
 
-        A grammar's own end wins: where it leaves nothing else, the rules hide nothing of it.
+        Where nothing would be left, unwanted texts and the minimum give way, and then all rules
+        but the grammar.
         """
         if self.grammar is not None:
             scores_V = self.grammar.hide(scores_V)
         hidden = {ids[-1] for ids in self.unwanted if self._ends_with(ids[:-1])}
         if len(self._ids) < self.minimum:
             hidden |= self.end_ids
-        ruled_V = scores_V.clone()
-        if self.allowed is not None:
-            others_V = torch.ones(len(ruled_V), dtype=torch.bool)
-            others_V[list(self.allowed)] = False
-            ruled_V[others_V] = _HIDDEN
+        known_V = scores_V.clone()
+        if self.hidden_V is not None:
+            known_V[self.hidden_V] = _HIDDEN
+        ruled_V = known_V.clone()
         ruled_V[list(hidden)] = _HIDDEN
-        return ruled_V if bool((ruled_V > _HIDDEN).any()) else scores_V
+        left = (one for one in (ruled_V, known_V) if bool((one > _HIDDEN).any()))
+        return next(left, scores_V)
 
     def _ends_with(self, ids: Sequence[int]) -> bool:
         return not ids or self._ids[-len(ids) :] == list(ids)
@@ -59,6 +60,13 @@ class TokenRules:
         self._ids.append(token_id)
         if self.grammar is not None:
             self.grammar.advance(token_id)
+
+
+def all_but(allowed: Sequence[int], size: int) -> torch.Tensor:
+    """Return for each of so many ids whether it is none of these."""
+    hidden_V = torch.ones(size, dtype=torch.bool)
+    hidden_V[list(allowed)] = False
+    return hidden_V
 
 
 def spellings(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:

@@ -92,12 +92,14 @@ class GrammarCompiler:
             size, grammar, costly = read(source)
         if size > MAX_GRAMMAR_BYTES:
             raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
+        # In this process only what a process of its own could compile: what a client wrote, as it
+        # is. In calls, that stands within texts, where a token by its id would be none.
+        tried = _BY_ID.sub(r'\\"~\\"', grammar) if kind == "call_schema" else grammar
+        fits = not costly or self._is_affordable(owner, tried)
         if lead is not None:
             first, *others = json.loads(grammar)["grammars"]
             parts = [{"lark_grammar": lead}, first | {"name": "answer"}, *others]
             grammar = json.dumps({"grammars": parts})
-        # In this process only what a process of its own could compile.
-        fits = not costly or self._is_affordable(owner, grammar)
         matcher = grammar_trial.compiled(self._tokenizer, grammar) if fits else None
         if matcher is None or matcher.is_error():
             raise PromptError(
@@ -111,7 +113,7 @@ class GrammarCompiler:
         key = owner, hashlib.sha256(grammar.encode()).digest()
         if key in self._affordable:
             return True
-        if fits := _is_affordable(_BY_ID.sub(r'\\"~\\"', grammar)):
+        if fits := _is_affordable(grammar):
             if len(self._affordable) >= _MOST_REMEMBERED:
                 self._affordable.clear()
             self._affordable.add(key)

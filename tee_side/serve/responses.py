@@ -74,12 +74,12 @@ class Item(Body):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Any] | None = None
+    content: str | list[dict[str, Any]] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[TextPart] | None = None
-    summary: list[Any] | None = None
+    summary: list[dict[str, Any]] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +108,8 @@ class ResponsesRequest(Generating):
     """`/v1/responses`, with the fields of sampling that chats have."""
 
     n: Literal[1] | None = None
+    return_token_ids: Literal[False] | None = None
+    prompt_logprobs: None = None
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -146,15 +148,18 @@ async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
 def _asked(body: ResponsesRequest) -> ChatRequest:
     """Return the same as a chat. Raises ApiError, by the chat's names for fields."""
     items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    system = [] if body.instructions is None else [_message("system", body.instructions)]
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     text, thinking = body.text or TextOptions(), body.reasoning or Reasoning()
     form, choice = text.format, body.tool_choice
+    require(form is None or body.response_format is None, "body.text.format", "one format")
     if form is not None and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": _without(form, "type")}
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = _nested(choice)
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = _without(choice, "type") | {"tools": list(map(_nested, choice.get("tools", ())))}
+        named = choice.get("tools")
+        allowed = _without(choice, "type")
+        allowed |= {"tools": list(map(_nested, named))} if isinstance(named, list) else {}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
     logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
     fields = body.model_dump(by_alias=True, include=set(Generating.model_fields)) | {
@@ -179,33 +184,31 @@ def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
-def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+def _nested(tool: Any) -> Any:
     """Return a function as chats have it: in an object of its own."""
-    if tool.get("type") != "function":
+    if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     return {"type": "function", "function": _without(tool, "type")}
-
-
-def _message(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
 
 
 def _turns(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
     """Yield turns: what an assistant thought, said and called without a stop is one."""
     turn: dict[str, Any] | None = None
     for item in items:
-        if item.type == "function_call_output" or item.role not in (None, "assistant"):
+        role = item.role if item.type == "message" else None
+        require(role or item.type != "message", "body.input", "a role for each message")
+        if item.type == "function_call_output" or role not in (None, "assistant"):
             if turn is not None:
                 yield turn
             turn = None
-            if item.role is None:
+            if role is None:
                 result = item.output or ""
                 parts = result if isinstance(result, str) else [one.model_dump() for one in result]
-                yield _message("tool", parts) | {"tool_call_id": item.call_id}
+                yield {"role": "tool", "content": parts, "tool_call_id": item.call_id}
             else:
-                yield _message(item.role, item.content)
+                yield {"role": role, "content": item.content}
             continue
-        if turn is None or (item.role is not None and turn.keys() & {"content", "tool_calls"}):
+        if turn is None or (role is not None and turn.keys() & {"content", "tool_calls"}):
             if turn is not None:
                 yield turn
             turn = {"role": "assistant"}
@@ -240,7 +243,7 @@ class ResponseAnswer(WholeAnswer):
         super().__init__(ChatForm(), model, requests, shape)
         self.streamed = bool(body.stream)
         self.content_type = StreamedAnswer.content_type if self.streamed else self.content_type
-        self._number, self._item = 0, dict[str, Any]()
+        self._number, self._item, self._held = 0, dict[str, Any](), list[Any]()
         given = body.model_dump(exclude_none=True, include=_TOLD)
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -281,8 +284,7 @@ class ResponseAnswer(WholeAnswer):
             "output_tokens_details": {"reasoning_tokens": counts.reasoning},
             "total_tokens": counts.prompt + counts.completion,
         }
-        status = self._response["status"]
-        event = self._tell(f"response.{status}", response=self._response)
+        event = self._tell(f"response.{self._response['status']}", response=self._response)
         return event if self.streamed else json.dumps(self._response, separators=(",", ":"))
 
     def _open(self, choice: Any, more: str) -> str:
@@ -294,7 +296,10 @@ class ResponseAnswer(WholeAnswer):
         self, choice: Any, piece: Piece, entries: Sequence[Entry], ids: Sequence[int]
     ) -> str:
         events = self._said("reasoning", piece.reasoning)
-        events += self._said("message", piece.content, [json.loads(one[0]) for one in entries])
+        # Some tokens are no text before others have come.
+        held = [] if piece.reasoning or piece.calls else self._held
+        self._held = held + [json.loads(one[0]) for one in entries]
+        events += self._said("message", piece.content)
         for call in piece.calls:
             if call.id is not None:
                 events += self._close("completed")
@@ -316,18 +321,14 @@ class ResponseAnswer(WholeAnswer):
         if kind == "function_call":
             self._item["arguments"] = ""
             return self._tell("response.output_item.added", item=self._item)
-        own_fields: dict[str, Any] = {
-            "message": {"role": "assistant"},
-            "reasoning": {"summary": []},
-        }
-        self._item |= own_fields[kind]
+        self._item |= {"role": "assistant"} if kind == "message" else dict[str, Any](summary=[])
         event = self._tell("response.output_item.added", item=self._item | {"content": []})
         own: dict[str, Any] = {"type": part, "text": ""}
         own |= {"annotations": [], "logprobs": []} if kind == "message" else {}
         self._item["content"] = [own]
         return event + self._tell("response.content_part.added", part=own)
 
-    def _said(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> str:
+    def _said(self, kind: str, text: str) -> str:
         """Add text to the item of a kind; another one ends."""
         if not text:
             return ""
@@ -341,8 +342,8 @@ class ResponseAnswer(WholeAnswer):
             part = self._item["content"][0]
             part["text"] += text
             if kind == "message":
-                part["logprobs"] += logprobs
-                more["logprobs"] = list(logprobs)
+                more["logprobs"], self._held = self._held, []
+                part["logprobs"] += more["logprobs"]
         return events + self._tell(f"{_KINDS[kind][1]}.delta", delta=text, **more)
 
     def _close(self, status: str) -> str:

@@ -45,6 +45,7 @@ def _few_biases(value: object) -> object:
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | _List[str] | _List[Id] | _List[_List[Id]]
 _Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]
+_Nothing: TypeAlias = Annotated[str, Field(max_length=0)]
 _Name: TypeAlias = Annotated[str, Field(max_length=256)]
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
@@ -145,6 +146,10 @@ _NEUTRAL: dict[str, Any] = {
     "length_penalty": _only(1),
     "early_stopping": Literal[False] | None,
     "logits_processors": _Empty | None,
+    "include_reasoning": Literal[True] | None,
+    "grammar": _Nothing | None,
+    "samplers": _Empty | None,
+    "n_predict": _only(-1),
     "detokenize": Literal[True] | None,
     "timings_per_token": Literal[False] | None,
     "post_sampling_probs": Literal[False] | None,
@@ -243,7 +248,7 @@ class CompletionRequest(Generating):
     echo: bool | None = None
     logprobs: Likeliest | None = None
     add_special_tokens: bool | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: _Nothing | None = None
 
 
 @accepting(SENT_BACK)
@@ -328,8 +333,9 @@ class Tool(Body):
             raise PydanticCustomError("function_alone", "function: this server has no tools itself")
         tool = read(value)
         if isinstance(value, dict):
-            kept = value.items()
-            tool._sent = {key: one for key, one in kept if key != "cache_control"}
+            function = {k: v for k, v in value["function"].items() if v is not None}
+            tool._sent = {key: value[key] for key in value if key in ("type", "function")}
+            tool._sent["function"] = function
         return tool
 
     @property
@@ -383,7 +389,7 @@ class ChatRequest(Chat, Generating):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: _Limit | None = None
-    logprobs: bool | None = None
+    logprobs: bool | Annotated[int, Field(ge=0, le=0)] | None = None
     top_logprobs: Likeliest | None = None
     # A template writes its own.
     add_special_tokens: Literal[False] | None = None
@@ -392,7 +398,7 @@ class ChatRequest(Chat, Generating):
 
 
 @accepting(_UNUSED)
-class EmbeddingsRequest(Body):
+class EmbeddingsRequest(Chat):
     """`/v1/embeddings`: of texts, or of a conversation.
 
     `pooling`: another than the server was started with. `prompt_name`: which of the model's own
@@ -401,7 +407,6 @@ class EmbeddingsRequest(Body):
 
     input: Prompt | None = None
     messages: Messages | None = None
-    add_generation_prompt: bool | None = None
     model: _Name | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None

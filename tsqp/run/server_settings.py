@@ -35,6 +35,7 @@ ToolParser: TypeAlias = Literal[
     "mistral-v3",
     "phi",
     "qwen3-coder",
+    "seed",
 ]
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
