@@ -222,7 +222,7 @@ class LLM(AbstractContextManager["LLM"]):
             variables=chat_template_kwargs or {},
         )
         form = ReplyForm(self._template)
-        thinking, inside = form.behind(self._tokenizer, ids)
+        thinking, inside = form.behind(ids)
         wrong = KeyError, TypeError, AttributeError
         with PromptError.instead_of(wrong, "tools", "something else", "functions, as OpenAI's"):
             functions = [tool["function"] for tool in tools or ()]
@@ -234,8 +234,7 @@ class LLM(AbstractContextManager["LLM"]):
             calls = CallReader(form.calls, known) if known and form.calls else None
             return ReplyReader(thinking, inside=inside, calls=calls)
 
-        shown = form.shown(self._tokenizer)
-        with closing(self._start(ids, sampling_params, reader, shown)) as running:
+        with closing(self._start(ids, sampling_params, reader, form.shown)) as running:
             return [running.result()]
 
     def stream(

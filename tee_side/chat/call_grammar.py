@@ -91,8 +91,8 @@ class ReplyGrammar:
 
     def _arguments(self, form: CallForm, schema: Mapping[str, Any], number: int) -> str:
         if not form.parameter:
-            # Without its type, a schema may be followed by what is no object.
-            self.rules[f"json_{number}"] = _json({"type": "object", **schema})
+            # By its own type, or none, a schema may be followed by what is no object.
+            self.rules[f"json_{number}"] = _json({**schema, "type": "object"})
             return f"json_{number}"
         apart = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
         expected = "properties at the top of it: this model writes them one by one"

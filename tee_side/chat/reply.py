@@ -133,17 +133,12 @@ class MarkedStream(TextStream):
         return self._show(text + name)
 
 
-def special_among(tokenizer: Tokenizer, text: str | None = None) -> dict[int, str]:
-    """Return the special tokens that stand in a text, by their ids; None: all there are."""
-    added = tokenizer.raw.get_added_tokens_decoder().items()
-    special = {token_id: one.content for token_id, one in added if one.special}
-    return special if text is None else {i: name for i, name in special.items() if name in text}
-
-
 class ReplyForm:
     """How a model writes replies: the signs around its thinking, and calls; None for neither.
 
-    `parser`: the form of its calls, a name in CALL_FORMS; None: what its template shows.
+    `parser`: the form of its calls, a name in CALL_FORMS; None: what its template shows. `added`:
+    ids of the tokenizer's added tokens, by their names; `special`: names of the special ones, by
+    their ids; `shown`: of those that replies are read by.
     """
 
     def __init__(self, template: ChatTemplate, parser: str | None = None) -> None:
@@ -155,21 +150,20 @@ class ReplyForm:
         self.read_apart = self.thinking if any(one in source for one in REASONING) else None
         source = template.source(with_tools=True)
         name = (parser or form_of(source)) if "tools" in source else None
-        self.calls = None if name is None else CALL_FORMS[name][1]
+        self.calls = form = None if name is None else CALL_FORMS[name][1]
+        signs = () if form is None else (*form.begins, *form.dropped, *form.written)
+        signs_of_all = "".join((*(self.thinking or ()), *signs))
+        self._raw = template.tokenizer.raw
+        added = self._raw.get_added_tokens_decoder().items()
+        self.added = {one.content: token_id for token_id, one in added}
+        self.special = {token_id: one.content for token_id, one in added if one.special}
+        self.shown = {i: name for i, name in self.special.items() if name in signs_of_all}
 
-    def shown(self, tokenizer: Tokenizer) -> dict[int, str]:
-        """Return the special tokens that replies are read by, by their ids."""
-        form = self.calls
-        calls = () if form is None else (*form.begins, *form.dropped, *form.written)
-        return special_among(tokenizer, "".join((*(self.thinking or ()), *calls)))
-
-    def behind(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int]
-    ) -> tuple[tuple[str, str] | None, bool]:
+    def behind(self, prompt_ids: Sequence[int]) -> tuple[tuple[str, str] | None, bool]:
         """Return the signs of thinking that may follow a prompt, and whether that has begun it."""
         if self.thinking is None:
             return None, False
         # Behind a client's own words stand those of the template.
-        tail = tokenizer.raw.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False).rstrip()
+        tail = self._raw.decode(list(prompt_ids[-_TAIL:]), skip_special_tokens=False).rstrip()
         begin, end = self.thinking
         return (None if tail.endswith(end) else self.thinking), tail.endswith(begin)

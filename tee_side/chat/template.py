@@ -72,7 +72,7 @@ class ChatTemplate:
         *,
         control_tokens_in_content: bool = False,
     ) -> None:
-        self._tokenizer, self._date = tokenizer, date
+        self.tokenizer, self._date = tokenizer, date
         self._marks = not control_tokens_in_content
         directory, manifest = tokenizer.directory, tokenizer.manifest
         path = find_file(directory, CONFIG_FILE, manifest)
@@ -107,7 +107,7 @@ class ChatTemplate:
         """
         kind = self._class if isinstance(self._class, str) else None
         found = {"tokenizer_class": kind, "chat_template": self._sources.get("default")}
-        return found | self._tokenizer.special_tokens
+        return found | self.tokenizer.special_tokens
 
     def source(self, *, with_tools: bool) -> str:
         """Return the template of a conversation with tools or without; "" for none."""
@@ -130,7 +130,7 @@ class ChatTemplate:
         # Text, a client's token, text, ...; a mark that the template has torn from its token still
         # parts what is beside it.
         pieces = re.split(f"{BEGIN}({control.tokens.pattern}){END}|[{BEGIN}{END}]", text)
-        ids = self._tokenizer.encode(pieces[0], add_special_tokens=False)
+        ids = self.tokenizer.encode(pieces[0], add_special_tokens=False)
         for at, piece in enumerate(pieces[1:], start=1):
             if piece:
                 ids += self._inside(piece, as_text=at % 2 == 1)
@@ -160,7 +160,7 @@ class ChatTemplate:
         source = self.source(with_tools=conversation.tools is not None)
         ModelError.unless(
             source,
-            str(self._tokenizer.directory),
+            str(self.tokenizer.directory),
             "no chat template",
             f"one in {TEMPLATE_FILES['default']} or {CONFIG_FILE} (or use generate)",
         )
@@ -178,7 +178,7 @@ class ChatTemplate:
 
     def _control_tokens(self, template: SandboxedTemplate) -> _Control:
         """Return special tokens, and those others that the files name or the template writes."""
-        added, named = self._tokenizer.raw.get_added_tokens_decoder().values(), self._control
+        added, named = self.tokenizer.raw.get_added_tokens_decoder().values(), self._control
 
         def is_control(text: str) -> bool:
             if isinstance(named, list):
@@ -221,7 +221,7 @@ class ChatTemplate:
             )
             holder[key] = f"{last}{_TAG}"
         values = {
-            **self._tokenizer.special_tokens,
+            **self.tokenizer.special_tokens,
             **variables,
             "messages": messages,
             "tools": tools,
@@ -251,15 +251,15 @@ class ChatTemplate:
         A tokenizer of sentencepiece puts a space in front of a text: behind a new line, it stands
         there.
         """
-        usual = partial(self._tokenizer.encode, add_special_tokens=False)
+        usual = partial(self.tokenizer.encode, add_special_tokens=False)
         encode = self._plain if as_text else usual
         front, ids = usual("\n"), encode("\n" + piece)
         return ids[len(front) :] if ids[: len(front)] == front else encode(piece)
 
     def _plain(self, text: str) -> list[int]:
         """Encode without a look at added tokens."""
-        raw = self._tokenizer.raw
-        with library_errors(self._tokenizer.path, quoted=False):
+        raw = self.tokenizer.raw
+        with library_errors(self.tokenizer.path, quoted=False):
             text = text if raw.normalizer is None else raw.normalizer.normalize_str(text)
             cut = raw.pre_tokenizer
             words = [text] if cut is None else [word for word, _ in cut.pre_tokenize_str(text)]

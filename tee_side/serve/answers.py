@@ -308,7 +308,8 @@ class _Choice:
 
     `offset`: characters in front of the next token. It counts what stop strings hold back, so it
     depends on the tokens alone; a special token, and a part of a character, has no characters.
-    `pieces`, `entries`, `ids`: of the whole so far; a stream does not collect them.
+    `thinks`: its last token belongs to its thinking. `pieces`, `entries`, `ids`: of the whole so
+    far; a stream does not collect them.
     """
 
     def __init__(
@@ -325,6 +326,7 @@ class _Choice:
             model.config.eos_token_ids if request.stop_ids is None else request.stop_ids
         )
         self.reader = None if shape.reader is None else shape.reader()
+        self.thinks = False
         self.finish: FinishReason | None = None
         self.pieces: list[Piece] = []
         self.entries: list[Entry] = []
@@ -437,8 +439,8 @@ class WholeAnswer(_Answer):
             choice, entries = choices[token.sample], list[Entry]()
             if (logprob := token.logprob) is not None:
                 entries = [form.entry(names, token.token_id, logprob, choice.offset)]
-            if choice.reader is not None and choice.reader.thinks:
-                self.counts.reasoning += 1
+            choice.thinks = choice.reader is not None and choice.reader.thinks
+            self.counts.reasoning += choice.thinks
             choice.finish = token.finish_reason
             yield self._write(choice, choice.feed(token), entries, (token.token_id,))
         if delivery.ended:

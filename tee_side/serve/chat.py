@@ -66,16 +66,15 @@ def _choosing(body: ChatRequest) -> _Choosing:
 def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Reading:
     """Return how a reply is read, and what it has to follow. Raises ApiError."""
     choosing, replies = _choosing(body), model.replies
-    thinking, inside = replies.behind(model.tokenizer, ids)
-    shown = replies.shown(model.tokenizer)
-    added = {one.content: i for i, one in model.tokenizer.raw.get_added_tokens_decoder().items()}
-    rules = ReplyGrammar(added)
+    thinking, inside = replies.behind(ids)
+    rules = ReplyGrammar(replies.added)
     lead = rules.thinking(thinking, inside=inside)
     # Before a text that follows a grammar of its own.
     before = None if thinking is None else rules.lark(f"{lead} @answer")
     if not choosing.tools:
         reader = None if thinking is None else partial(ReplyReader, thinking, inside=inside)
-        return Reading(reader=reader, shown={} if thinking is None else shown, lead=before)
+        shown = {} if thinking is None else replies.shown
+        return Reading(reader=reader, shown=shown, lead=before)
     if (form := replies.calls) is None:
         message = (
             "the model's chat template knows no tools, or writes calls in a form that is not known"
@@ -101,7 +100,7 @@ def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Read
         return ReplyReader(thinking, inside=inside, calls=read)
 
     lead_of_text = before if calls is None else None
-    return Reading(reader=reader_of, shown=shown, calls=calls, lead=lead_of_text)
+    return Reading(reader=reader_of, shown=replies.shown, calls=calls, lead=lead_of_text)
 
 
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from protocol.errors import TsqpError
-from tee_side.chat.reply import ReplyReader, special_among
+from tee_side.chat.reply import ReplyReader
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Grammar, Request, SamplingSettings
 from tee_side.serve.answers import (
@@ -257,7 +257,7 @@ def exchange(
     every = body.skip_special_tokens is False
     shape = Shape(
         reader=reading.reader,
-        shown=special_among(model.tokenizer) if every else reading.shown,
+        shown=model.replies.special if every else reading.shown,
         keeps_stop=bool(body.include_stop_str_in_output),
         echo=echo,
         usage=not body.stream or bool(options.include_usage),

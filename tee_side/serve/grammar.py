@@ -70,7 +70,7 @@ class GrammarCompiler:
         owner: str = "",
         *,
         lead: str | None = None,
-        where: str = "response_format",
+        where: str = "grammar",
     ) -> GrammarMatcher:
         """Return a grammar at its beginning. It may take seconds: never call it where others wait.
 

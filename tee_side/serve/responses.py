@@ -297,8 +297,8 @@ class ResponseAnswer(WholeAnswer):
     ) -> str:
         events = self._said("reasoning", piece.reasoning)
         # Some tokens are no text before others have come.
-        held = [] if piece.reasoning or piece.calls else self._held
-        self._held = held + [json.loads(one[0]) for one in entries]
+        held = [*self._held, *(json.loads(one[0]) for one in entries)]
+        self._held = [] if choice.thinks or piece.calls else held
         events += self._said("message", piece.content)
         for call in piece.calls:
             if call.id is not None:

@@ -26,8 +26,12 @@ from tee_side.chat.reply import ReplyForm
 from tee_side.chat.sandbox import BEGIN, END, SandboxedTemplate
 from tee_side.chat.template import ChatTemplate, Conversation
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.conversation import encode_chat
+from tee_side.serve.errors import ApiError
+from tee_side.serve.schema import ChatRequest
 from tests.kit.rows import each_row
 from tests.kit.sentencepiece import write_sentencepiece
+from tests.kit.serve import model
 from tsqp.run.settings import model_directory
 
 _TABLE = Path(__file__).parents[1] / "kit" / "chat_templates.toml"
@@ -275,6 +279,42 @@ def test_texts_and_ids_of_a_family_equal_transformers(
     form = ReplyForm(pairs["byte-level"].template(family["template"]))
     assert form.calls is (CALL_FORMS[family["tools"]][1] if family["tools"] else None)
     assert (form.thinking or [""])[0] == family["thinking"]
+
+
+# As clients send it: nulls, what an answer had beside, arguments as a text, results by their ids.
+HISTORY: list[dict[str, Any]] = [
+    said("developer", "be brief", name=None),
+    USER | {"id": "m1"},
+    called(json.dumps(ARGUMENTS), "weather", refusal=None, annotations=[], audio=None),
+    said("tool", [{"type": "text", "text": "3°"}], tool_call_id=CALL_ID, cache_control={}),
+    said("assistant", "", refusal="No."),
+    USER,
+]
+HISTORY[2]["tool_calls"][0] |= {"index": 0}
+CLIENTS_TOOLS = [tool("weather", "Wetter 🌦\nholen", NESTED), tool("now", " the time ", {})]
+CLIENTS_TOOLS[1]["function"] |= {"strict": None}
+
+
+@each_row("family", FAMILIES, ids=lambda family: str(family["name"]))
+def test_a_client_s_history_is_what_transformers_is_told(
+    pairs: dict[str, Pair], family: dict[str, Any]
+) -> None:
+    pair, source = pairs["byte-level"], family["template"]
+    body = ChatRequest.model_validate({"messages": HISTORY, "tools": CLIENTS_TOOLS})
+    offered = model(tokenizer=pair.ours, template=pair.template(source))
+
+    def told(arguments: object) -> Conversation:
+        call = called(arguments, "weather", "")
+        result = said("tool", "3°", name="weather", tool_call_id=CALL_ID)
+        turns = [said("system", "be brief"), USER, call, result, said("assistant", "No."), USER]
+        return Conversation(messages=turns, tools=[CLIENTS_TOOLS[0], tool("now", " the time ", {})])
+
+    # Templates take arguments as an object; some, as the text alone.
+    forms = (told(ARGUMENTS), told(json.dumps(ARGUMENTS)))
+    found = (_or_none(partial(pair.reference, source, one, ids=True), Exception) for one in forms)
+    expected = next((ids for ids in found if ids is not None), None)
+    ours = partial(encode_chat, offered, body, tools=body.tools or ())
+    assert _or_none(ours, ApiError) == expected
 
 
 def _carried() -> dict[str, str]:

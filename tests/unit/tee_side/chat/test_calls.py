@@ -137,7 +137,7 @@ def test_ids_are_those_that_templates_of_the_form_take(form: str) -> None:
     assert all((len(one) == 9) == form.startswith("mistral") for one in ids)
 
 
-_ONE, _NOW = '{"a": 1}', [("now", "{}")]
+_CALL, _NOW = '{"name": "now", "arguments": {}}', [("now", "{}")]
 LIKE = "<tool_call>\n{}\n</tool_call>"
 
 
@@ -177,8 +177,13 @@ LIKE = "<tool_call>\n{}\n</tool_call>"
             "mistral-v3",
             '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "x"}]',
             "",
-            [("now", "{}")],
+            _NOW,
         ),
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]x[ARGS]{} and", " and", _NOW),
+        ("mistral-v3", f"[TOOL_CALLS]{' ' * 4096}", None, []),
+        # What stands beside a call is text.
+        ("llama3", '{"name": "now", "parameters": {}}\n\nDone', "\n\nDone", _NOW),
+        ("hermes", f"```\n{LIKE.format(_CALL)}\n```", "```\n```", _NOW),
     ],
 )
 def test_what_only_looks_like_a_call_stays_text(
@@ -189,10 +194,17 @@ def test_what_only_looks_like_a_call_stays_text(
         assert found == (f"{text} and on" if said is None else said, calls), seed
 
 
-def test_a_call_of_a_megabyte_takes_no_longer_than_its_length() -> None:
+@each_row(
+    ("form", "begin"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": "'),
+        ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>"),
+    ],
+)
+def test_a_call_of_a_megabyte_takes_no_longer_than_its_length(form: str, begin: str) -> None:
     """Each piece is looked at once: the state does not hold the arguments."""
-    reader = CallReader(CALL_FORMS["hermes"][1], TOOLS)
-    reader.feed('<tool_call>\n{"name": "now", "arguments": {"a": "')
+    reader = CallReader(CALL_FORMS[form][1], TOOLS)
+    reader.feed(begin)
     for _ in range(1000):
         _, (piece,) = reader.feed("}" * 1000)
         assert len(piece.arguments) == 1000
@@ -215,6 +227,12 @@ def vocabulary() -> tokenizers.Tokenizer:
     return raw
 
 
+def rules_for(raw: tokenizers.Tokenizer) -> ReplyGrammar:
+    """Return a grammar's beginning."""
+    added = raw.get_added_tokens_decoder().items()
+    return ReplyGrammar({token.content: token_id for token_id, token in added})
+
+
 def follows(raw: tokenizers.Tokenizer, lark: str, *pieces: str) -> bool:
     """Say whether a grammar takes a text to its end, of which each piece is encoded alone."""
     known = LLTokenizer(raw.to_str(), n_vocab=raw.get_vocab_size(), eos_token=[0])
@@ -233,14 +251,13 @@ def follows(raw: tokenizers.Tokenizer, lark: str, *pieces: str) -> bool:
 def test_a_grammar_takes_the_calls_of_its_form_and_no_others(
     vocabulary: tokenizers.Tokenizer, form: str
 ) -> None:
-    added = {token.content: i for i, token in vocabulary.get_added_tokens_decoder().items()}
     one, wrong = [BOTH[0]], [("weather", {"town": "x"})]
     for thinking, inside, before in (
         (None, False, ""),
         (("<think>", "</think>"), True, "hm</think>\n\n"),
         (("<think>", "</think>"), False, "<think>hm</think>\n"),
     ):
-        rules = ReplyGrammar(added)
+        rules = rules_for(vocabulary)
         lead = rules.thinking(thinking, inside=inside)
         calls = rules.calls(CALL_FORMS[form][1], TOOLS, one=len(before) == 0, free=False)
         lark = rules.lark(f"{lead} {calls}")
@@ -251,21 +268,45 @@ def test_a_grammar_takes_the_calls_of_its_form_and_no_others(
         assert not follows(vocabulary, lark, before + WRITTEN[form](wrong))
 
 
+@each_row("form", CALL_FORMS)
+def test_names_in_a_grammar_are_as_they_are(vocabulary: tokenizers.Tokenizer, form: str) -> None:
+    """Also those that stand for others where the form is written down."""
+    name, given = "NAME_ARGUMENTS", {"KEY": "VALUE", "VALUE": "ARGUMENTS"}
+    properties = {"KEY": {"type": "string"}, "VALUE": {"type": "string", "const": "ARGUMENTS"}}
+    schema = {"properties": properties, "required": list(properties)}
+    rules = rules_for(vocabulary)
+    lark = rules.lark(rules.calls(CALL_FORMS[form][1], {name: schema}, one=True, free=False))
+    for changed, well in (({}, True), ({"VALUE": "other"}, False), ({"KEY": "KEY"}, True)):
+        text = WRITTEN[form]([(name, given | changed)])
+        assert follows(vocabulary, lark, text) == well
+
+
+@each_row("key", ["$ref", "allOf", "anyOf", "oneOf"])
+def test_a_tag_for_each_argument_needs_them_at_the_top(key: str) -> None:
+    led: dict[str, Any] = {"now": {"properties": {}, key: "#/$defs/a"}}
+    for form, (_, written) in CALL_FORMS.items():
+        rules = ReplyGrammar({})
+        if written.parameter:
+            with pytest.raises(PromptError, match="one by one"):
+                rules.calls(CALL_FORMS[form][1], led, one=True, free=False)
+        else:
+            assert rules.calls(CALL_FORMS[form][1], led, one=True, free=False)
+
+
 def test_a_free_reply_is_a_text_an_answer_or_calls(vocabulary: tokenizers.Tokenizer) -> None:
-    added = {token.content: i for i, token in vocabulary.get_added_tokens_decoder().items()}
     calls = WRITTEN["hermes"](BOTH)
-    text = ReplyGrammar(added)
+    text = rules_for(vocabulary)
     lark = text.lark(text.calls(CALL_FORMS["hermes"][1], TOOLS, one=False, free=True))
     for said, well in (("Hi", True), (f"Hi\n{calls}", True), ("Hi <tool_call>", False)):
         assert follows(vocabulary, lark, said) == well
     # Spelled by other tokens, a sign would be one to who reads it.
     assert not follows(vocabulary, lark, "Hi <tool", "_call>")
-    answer = ReplyGrammar(added)
+    answer = rules_for(vocabulary)
     form = CALL_FORMS["hermes"][1]
     lark = answer.lark(answer.calls(form, TOOLS, one=False, free=True, answer={"type": "integer"}))
     for said, well in (("42", True), (calls, True), ("Hi", False)):
         assert follows(vocabulary, lark, said) == well
-    bare = ReplyGrammar(added)
+    bare = rules_for(vocabulary)
     lark = bare.lark(bare.calls(CALL_FORMS["llama3"][1], TOOLS, one=False, free=True))
     for said, well in (("Hi", True), (WRITTEN["llama3"](BOTH), True), ('{"name": 1}', False)):
         assert follows(vocabulary, lark, said) == well

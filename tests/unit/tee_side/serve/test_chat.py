@@ -1,8 +1,9 @@
 """Tools and thinking, from a client's fields to the prompt, and from tokens to the answer."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import AddedToken
 
 from tee_side.chat.template import ChatTemplate
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.exchange import Serving
 from tee_side.serve.grammar import GrammarCompiler
 from tests.kit.rows import each_row
 from tests.kit.serve import FakeEngine, Reply, call, model, serving
@@ -41,17 +43,18 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+HELLO = [{"role": "user", "content": "Hello"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
 @cache
-def tokenizer() -> Tokenizer:
+def tokenizer(template: str = TEMPLATE) -> Tokenizer:
     folder = Path(mkdtemp())
     raw = tokenizers.Tokenizer.from_file(str(model_directory("demo") / "tokenizer.json"))
     raw.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
     raw.add_tokens([AddedToken(name, normalized=False) for name in OTHERS])
     raw.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return Tokenizer(folder)
 
 
@@ -60,13 +63,19 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), tokenizer().raw.get_vocab_size(), [0])
 
 
-def talk(said: str, **body: Any) -> tuple[Reply, FakeEngine]:
+def serves(said: str, template: str = TEMPLATE) -> Serving:
+    """Return a server whose model says this."""
+    read = tokenizer(template)
+    engine = FakeEngine(says=read.encode(said, add_special_tokens=False))
+    offered = model(tokenizer=read, template=ChatTemplate(read), max_model_len=10**6)
+    return serving(engine, model=offered, compile_grammar=compiler().compile)
+
+
+def talk(said: str, *, template: str = TEMPLATE, **body: Any) -> tuple[Reply, Any]:
     """Send a chat to a model that says this."""
-    engine = FakeEngine(says=tokenizer().encode(said, add_special_tokens=False))
-    offered = model(tokenizer=tokenizer(), template=ChatTemplate(tokenizer()), max_model_len=10**6)
-    found = serving(engine, model=offered, compile_grammar=compiler().compile)
-    messages = [{"role": "user", "content": "Hello"}]
-    return call(found, "POST", "/v1/chat/completions", {"messages": messages} | body), engine
+    found = serves(said, template)
+    reply = call(found, "POST", "/v1/chat/completions", {"messages": HELLO} | body)
+    return reply, found.engine
 
 
 def told(reply: Reply) -> dict[str, Any]:
@@ -95,7 +104,7 @@ def told(reply: Reply) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value != []}
 
 
-def prompt(engine: FakeEngine) -> str:
+def prompt(engine: Any) -> str:
     (request,) = engine.requests
     return tokenizer().raw.decode(list(request.prompt_ids), skip_special_tokens=False)
 
@@ -127,6 +136,7 @@ def test_thinking_text_and_calls_are_told_apart(streamed: dict[str, Any]) -> Non
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+LIST = {"type": "function", "function": {"name": "weather", "parameters": {"type": "array"}}}
 JSON = {"type": "json_object"}
 OTHER = {"type": "function", "function": {"name": "other"}}
 
@@ -142,6 +152,12 @@ def allowed(mode: str) -> dict[str, Any]:
         ({"tool_choice": NAMED}, [CALL], ["Hi", f"{CALL}\n{CALL}"]),
         ({"tool_choice": allowed("required"), "tools": [OTHER, WEATHER]}, [CALL], ["Hi"]),
         ({"tools": [STRICT]}, [CALL, "Hi", THOUGHT + CALL], [CALL.replace("Paris", "\n")]),
+        # Of arguments without a type, or of another one: they are an object all the same.
+        (
+            {"tool_choice": "required", "tools": [LIST]},
+            [CALL],
+            [CALL.replace('{"city": "Paris"}', "[]")],
+        ),
         ({"response_format": JSON}, [CALL, "{}", f"{THOUGHT}{{}}"], ["Hi"]),
         # Without tools, thinking stands before what follows a grammar.
         (
@@ -149,7 +165,7 @@ def allowed(mode: str) -> dict[str, Any]:
             ["{}", f"{THOUGHT}{{}}"],
             [CALL],
         ),
-        ({"tools": [], "guided_regex": "ab*"}, ["abb", f"{THOUGHT}a"], ["b"]),
+        ({"guided_regex": "ab*"}, ["abb", f"{THOUGHT}a"], ["b", CALL]),
     ],
 )
 def test_a_reply_follows_what_is_asked_of_it(
@@ -178,7 +194,10 @@ def test_a_prompt_is_what_the_conversation_says() -> None:
             "refusal": None,
             "audio": None,
             "parsed": {},
-            "tool_calls": [{"id": "c", "type": "function", "function": SENT_BACK}],
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": SENT_BACK},
+                {"function": {"name": "now", "arguments": ""}},
+            ],
         },
         {"role": "tool", "tool_call_id": "c", "content": "sunny", "cache_control": {}},
         {"role": "assistant", "content": "<think>so</think>Sun."},
@@ -189,12 +208,21 @@ def test_a_prompt_is_what_the_conversation_says() -> None:
     assert prompt(engine) == (
         "<|im_start|>system\nbe brief<|im_end|><|im_start|>user\nhi<|im_end|><|im_end|>"
         '<|im_start|>assistant\n<think>why</think><tool_call>weather {"city": "Paris"}</tool_call>'
+        "<tool_call>now {}</tool_call>"
         "<|im_end|><|im_start|>tool\nsunny(weather)<|im_end|>"
         "<|im_start|>assistant\n<think>so</think>Sun.<|im_end|>"
         "<|im_start|>user\nthanks<|im_end|><|im_start|>assistant\n"
     )
     end = tokenizer().raw.token_to_id("<|im_end|>")
     assert engine.requests[0].prompt_ids.count(end) == len(history)
+
+
+def test_thinking_that_a_template_does_not_read_stays_in_the_text() -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '</think>' if x }}"
+    history = [{"role": "assistant", "content": "<think>so</think>Sun."}]
+    reply, engine = talk("<think>a</think>b", template=plain, messages=history)
+    assert prompt(engine) == "<think>so</think>Sun."
+    assert told(reply)["reasoning"] == "a"
 
 
 @each_row(
@@ -239,23 +267,62 @@ def test_what_cannot_be_is_refused_by_its_place(body: dict[str, Any], param: str
     assert not engine.requests
 
 
-HUGE = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(9000)}}
-LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+DEEP = reduce(lambda below, _: [below], range(900), list[Any]())
 
 
 @each_row(
-    "schema",
-    [HUGE, LOOP, {"$ref": "http://a/b"}],
+    "parameters",
+    [
+        {"properties": {f"p{at}": {"type": "string"} for at in range(9000)}},
+        {"properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]},
+        {"properties": {"x": {"$ref": "http://a/b"}}, "required": ["x"]},
+        {"properties": {"x": {"minimum": math.nan}}},
+        {"properties": {"x": {"minimum": "a"}}},
+        {"properties": ["x"]},
+        {"properties": {"x": {}}, "required": 5},
+    ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused_and_the_next_request_is_fine(
-    schema: Mapping[str, Any],
+    parameters: Mapping[str, Any],
 ) -> None:
-    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    reply, _ = talk(CALL, tools=[tool], tool_choice="required")
-    assert (reply.status, reply.error()["param"]) == (400, "body.tools")
+    # Of calls that are JSON, and of those that are tagged.
+    for source in (TEMPLATE, TEMPLATE.replace("<tool_call>{", "<tool_call><function={")):
+        reply, _ = talk(CALL, tools=[tool], tool_choice="required", template=source)
+        assert (reply.status, reply.error()["param"]) == (400, "body.tools")
     # Nothing has to follow it then.
     assert told(talk(CALL, tools=[tool])[0])["tool_calls"]
+
+
+@each_row(
+    "body",
+    [
+        {"documents": [{"a": DEEP}]},
+        {"chat_template_kwargs": {"a": DEEP}},
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": DEEP}}}]},
+    ],
+)
+def test_what_is_nested_too_deep_is_refused(body: dict[str, Any]) -> None:
+    reply, _ = talk("x", **body)
+    assert (reply.status, reply.error()["param"]) == (400, "body.messages")
+
+
+@each_row(
+    ("body", "param"),
+    [
+        ({"messages": HELLO, "chat_template_kwargs": {"begins": True}}, None),
+        ({"messages": HELLO, "input": "a"}, "body"),
+        ({}, "body"),
+        ({"input": "a", "tools": [WEATHER]}, "body.tools"),
+        ({"input": "a", "chat_template_kwargs": {}}, "body.chat_template_kwargs"),
+        ({"messages": [{"role": "user"}]}, "body.messages.0.content"),
+    ],
+)
+def test_a_conversation_has_a_vector(body: dict[str, Any], param: str | None) -> None:
+    reply = call(found := serves("x"), "POST", "/v1/embeddings", body)
+    assert (None if reply.status == 200 else reply.error()["param"]) == param
+    if param is None:
+        assert prompt(found.engine).endswith("Hello<|im_end|><|im_start|>assistant\n<think>\n")
 
 
 def test_a_thousand_tools_are_as_good_as_one() -> None:
@@ -269,9 +336,8 @@ def test_a_thousand_tools_are_as_good_as_one() -> None:
 def test_what_a_request_does_not_say_is_the_model_s_own() -> None:
     own = {"temperature": 0.5, "top_k": 20}
     found = serving(engine := FakeEngine(), model=replace(model(), sampling=own))
-    messages = [{"role": "user", "content": "Hello"}]
     for more in ({}, {"temperature": 0}):
-        call(found, "POST", "/v1/chat/completions", {"messages": messages, **more})
+        call(found, "POST", "/v1/chat/completions", {"messages": HELLO, **more})
     sampled = [request.sampling for request in engine.requests]
     assert [(one.temperature, one.top_k) for one in sampled] == [(0.5, 20), (0, 20)]
     (described,) = call(found, "GET", "/v1/models").json()["data"]

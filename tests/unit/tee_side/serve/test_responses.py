@@ -1,28 +1,32 @@
 """`/v1/responses` says what a chat says, in items and in OpenAI's order of events."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai.types.responses as sdk
 from pydantic import TypeAdapter
 
 from protocol.errors import EndpointError
-from tee_side.chat.template import ChatTemplate
 from tests.kit.rows import each_row
-from tests.kit.serve import FakeEngine, Reply, call, model, serving
-from tests.unit.tee_side.serve.test_chat import CALL, THOUGHT, WEATHER, compiler, prompt, tokenizer
+from tests.kit.serve import FakeEngine, Reply, call, compile_grammar
+from tests.unit.tee_side.serve.test_chat import CALL, THOUGHT, WEATHER, prompt, serves
 
 FLAT = {"type": "function", **WEATHER["function"], "strict": False}
+CHOICE = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "weather"}],
+}
 SAID = f"{THOUGHT}Let me see.\n{CALL}"
 ARGUMENTS = '{"city": "Paris"}'
 
 
-def respond(said: str, engine: FakeEngine | None = None, **body: Any) -> tuple[Reply, FakeEngine]:
-    engine = engine or FakeEngine(says=tokenizer().encode(said, add_special_tokens=False))
-    offered = model(tokenizer=tokenizer(), template=ChatTemplate(tokenizer()), max_model_len=10**6)
-    found = serving(engine, model=offered, compile_grammar=compiler().compile)
+def respond(said: str, engine: FakeEngine | None = None, **body: Any) -> tuple[Reply, Any]:
+    found = serves(said)
+    found = found if engine is None else replace(found, engine=engine)
     asked = {"input": "Hello", "max_output_tokens": 500} | body
-    return call(found, "POST", "/v1/responses", asked), engine
+    return call(found, "POST", "/v1/responses", asked), found.engine
 
 
 def events_of(reply: Reply) -> list[dict[str, Any]]:
@@ -79,6 +83,21 @@ def test_a_stream_tells_the_same_in_openai_s_order() -> None:
     assert done == events[-1]["response"]["output"]
 
 
+def test_log_probabilities_stand_beside_the_text_that_their_tokens_make() -> None:
+    """Some are no text before others have come; those of thinking are left out."""
+    said, asked = "Hi \U0001f44b\U0001f3fd.", {"top_logprobs": 2, "stream": True}
+    events = events_of(respond(f"{THOUGHT}{said}", **asked)[0])
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    told = [one for event in deltas for one in event["logprobs"]]
+    assert done["logprobs"] == told
+    for event in deltas:
+        made = bytes(byte for one in event["logprobs"] for byte in one["bytes"])
+        assert made.decode().strip() == event["delta"].strip()
+    assert bytes(byte for one in told for byte in one["bytes"]).decode().strip() == said
+    assert {len(one["top_logprobs"]) for one in told} == {2}
+
+
 def test_a_stream_that_is_cut_or_fails_says_so() -> None:
     events = events_of(respond(SAID, stream=True, max_output_tokens=9)[0])
     last = events[-1]["response"]
@@ -124,23 +143,18 @@ def test_items_become_the_turns_of_a_chat() -> None:
         (
             {
                 "tools": [FLAT],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "required",
-                    "tools": [{"type": "function", "name": "weather"}],
-                },
+                "tool_choice": CHOICE,
             },
             "call_schema",
         ),
     ],
 )
 def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -> None:
-    engine = FakeEngine()
-    offered = model(tokenizer=tokenizer(), template=ChatTemplate(tokenizer()))
-    reply = call(serving(engine, model=offered), "POST", "/v1/responses", {"input": "a"} | body)
+    found = replace(serves("x"), compile_grammar=compile_grammar)
+    reply = call(found, "POST", "/v1/responses", {"input": "a"} | body)
     assert reply.status == 200, reply.text
-    grammar: Any = engine.requests[0].grammar
-    assert grammar.kind == kind
+    engine: Any = found.engine
+    assert engine.requests[0].grammar.kind == kind
 
 
 @each_row(
@@ -157,6 +171,27 @@ def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -
         ({"input": [{"role": "user"}]}, "body.input", "body.input: expected a value"),
         ({"text": {"format": {"type": "json_schema"}}}, "body.text.format", "a value"),
         ({"unheard_of": 1}, "body.unheard_of", "no such field"),
+        ({"input": [{"content": "a"}]}, "body.input", "a role for each message"),
+        (
+            {"input": [{"type": "reasoning", "summary": ["a"]}]},
+            "body.input.0.summary.0",
+            "a valid dictionary",
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": CHOICE | {"tools": ["weather"]}},
+            "body.tool_choice.allowed_tools.tools.0",
+            "a valid dictionary",
+        ),
+        (
+            {"tools": [FLAT], "tool_choice": CHOICE | {"tools": 5}},
+            "body.tool_choice.allowed_tools.tools",
+            "a valid list",
+        ),
+        (
+            {"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}},
+            "body.text.format",
+            "one format",
+        ),
     ],
 )
 def test_what_needs_a_memory_or_a_tool_of_the_server_s_is_refused(
