@@ -259,7 +259,7 @@ def wrong_requests(word: str, own: Body) -> Iterator[tuple[str, str, Body | byte
     yield "POST", path, f'{{"prompt": "{word}'.encode(), own
     yield "POST", path, word.encode(), {**own, "content-type": f"text/{word}"}
     yield "POST", path, right, {"authorization": f"Bearer {word}"}
-    yield "POST", f"{path}?{word}={word}", right, {"x-request-id": word}
+    yield "POST", f"{path}?{word}={word}", right, {"x-correlation-id": word}
     yield "GET", f"/v1/models/{word}?{word}={word}", b"", {**own, "cookie": f"{word}={word}"}
     yield "DELETE", path, word.encode(), {**own, word: word}
     yield "POST", path, word.encode(), {**own, "content-length": "9" * 12}
