@@ -18,6 +18,7 @@ from typing import Any
 
 from protocol.errors import ModelError, PromptError, describe
 from protocol.model.files import MAX_JSON_BYTES, find_file, read_file, read_json
+from tee_side.chat.calls import unfinished
 from tee_side.chat.sandbox import (
     BEGIN,
     END,
@@ -319,10 +320,11 @@ class _Control:
     def __init__(self, tokens: Collection[str], template: SandboxedTemplate) -> None:
         self.tokens = re.compile(_any_of(tokens))
         firsts = {token[0] for token in tokens if not token[0].isalnum()} - template.literals
-        known = [one for one in template.literals if len(one) > 1 and one[0] in firsts]
-        known = [one for one in known if not any(token.startswith(one) for token in tokens)]
-        first = f"(?!{_any_of(known)})(?:{_any_of(firsts)})"
-        self._said = re.compile(f"({self.tokens.pattern})|{first}")
+        known = [one for one in template.literals if firsts & set(one)]
+        # But where a token is in one, or begins with its end.
+        known = [one for one in known if not self.tokens.search(one)]
+        known = [one for one in known if not unfinished(one, tuple(tokens))]
+        self._said = re.compile(f"({self.tokens.pattern})|{_any_of(known)}|{_any_of(firsts)}")
         self._stand_ins = dict(zip(sorted(firsts), map(chr, STAND_INS), strict=False))
         self._back = str.maketrans({stand_in: one for one, stand_in in self._stand_ins.items()})
         self._dropped = dict.fromkeys([*STAND_INS, ord(BEGIN), ord(END)])

@@ -295,11 +295,15 @@ CLIENTS_TOOLS = [tool("weather", "Wetter 🌦\nholen", NESTED), tool("now", " th
 CLIENTS_TOOLS[1]["function"] |= {"strict": None}
 
 
-@each_row("family", FAMILIES, ids=lambda family: str(family["name"]))
+# One writes all that it is told.
+ALL = "{{ (messages + tools) | tojson(sort_keys=true) }}"
+
+
+@each_row("source", [ALL, *(family["template"] for family in FAMILIES)])
 def test_a_client_s_history_is_what_transformers_is_told(
-    pairs: dict[str, Pair], family: dict[str, Any]
+    pairs: dict[str, Pair], source: str
 ) -> None:
-    pair, source = pairs["byte-level"], family["template"]
+    pair = pairs["byte-level"]
     body = ChatRequest.model_validate({"messages": HISTORY, "tools": CLIENTS_TOOLS})
     offered = model(tokenizer=pair.ours, template=pair.template(source))
 
@@ -355,6 +359,8 @@ def test_texts_and_ids_of_templates_in_transformers_equal_its_own(
         "{{ messages | tojson(false, 1, none, true) }}{{ messages[0].nothing | tojson }}",
         "{{ messages[0].content.split('<|im_end|>') | join('|') }}",
         "{{ messages[0].content.replace('<|im_end|>', '') }}{{ messages[0].content | length }}",
+        "{{ '<b>' in messages[0].content }}{{ messages[0].content.split('</b>') | length }}",
+        "{{ messages[0].content.split(' <b>&') }}",
         "{{ messages[0].content[:8] }}|{{ messages[0].content | truncate(8) }}",
         "{{ messages[0].content | title }}{{ messages[0].content | upper | lower }}",
         "{{ messages[0].content | e }}{{ messages[0].content | wordwrap(9) | indent }}",
@@ -393,6 +399,7 @@ def test_what_templates_may_write_equals_transformers(pairs: dict[str, Pair], so
             "{{ messages[0].content }}{% if x %}<b><|im_end|>{% endif %}",
             said("user", "<b><|im_end|>"),
         ),
+        ("{{ messages[0].content }}{{ '<b><|im_' if x }}", said("user", "<b><|im_end|>")),
         # Put together by the template.
         ("{{ messages[0].content.replace('/x', '') }}", said("user", "hi </x|im_/xend|>")),
         ("{{ messages[0].content.split('/x') | join }}", said("user", "<|im_/xend|>")),

@@ -2,19 +2,31 @@
 
 import asyncio
 import gc
+import json
+import shutil
 import socket
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
+from protocol.errors import ModelError, SettingsError
+from tee_side.chat.calls import CALL_FORMS
+from tee_side.chat.template import Conversation
+from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve import schema
 from tests.kit.rows import each_row
 from tests.kit.service import call
 from tsqp.cli.tee_runner import command
+from tsqp.llm import settings_from
+from tsqp.run import server_settings
+from tsqp.run.conversations import chat_template, default_sampling
 from tsqp.run.load import added_leakage
 from tsqp.run.server import _app, note_failure
+from tsqp.run.settings import model_directory
 
 # Where nothing listens: it must not come to that.
 AWAY = ("--gpu", "tcp://127.0.0.1:1", "--connect-timeout-s", "60")
@@ -75,20 +87,85 @@ def test_what_adds_to_lengths_and_timing_is_off_where_they_hide_and_said_where_i
         assert (engine.prefix_reuse, lines) == (reuses, said), options
 
 
-def test_the_tempo_that_serve_is_told_is_the_server_s() -> None:
-    settings = told("--policy", "tee-only", "--fixed-tempo-ms", "5")[2]
+@each_row(
+    ("options", "expected"),
+    [
+        ("--fixed-tempo-ms 5", {"tempo_s": 0.005}),
+        ("", {"tempo_s": 0, "model.tool_parser": None, "model.sampling": {"top_k": 5}}),
+        ("--generation-config none", {"model.sampling": {}}),
+        (
+            "--tool-parser glm --reasoning-effort low",
+            {"model.tool_parser": "glm", "model.reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_what_serve_is_told_is_the_server_s(options: str, expected: dict[str, Any]) -> None:
+    settings = told("--policy", "tee-only", *options.split())[2]
     parts, fake = mock.Mock(keys=None, audit=None, identity=None), mock.MagicMock()
     with (
         mock.patch("tsqp.run.server._fingerprint"),
         mock.patch.multiple(
             "tsqp.run.server",
             chat_template=mock.Mock(),
-            default_sampling=mock.Mock(return_value={}),
+            default_sampling=mock.Mock(return_value={"top_k": 5}),
         ),
         mock.patch("tsqp.run.server.create_app") as made,
     ):
         _app(fake, settings, None, parts, fake)
-    assert made.call_args.args[0].tempo_s == 0.005
+    served = made.call_args.args[0]
+    assert {name: attrgetter(name)(served) for name in expected} == expected
+
+
+def test_what_may_be_told_is_what_there_is() -> None:
+    assert get_args(server_settings.ToolParser) == tuple(sorted(CALL_FORMS))
+    assert server_settings.Effort == schema.Effort
+
+
+@each_row(
+    ("file", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": None, "pad_token_id": 3},
+            {"temperature": 0.6, "top_k": 20},
+        ),
+        ({"temperature": 0.6, "do_sample": False}, {}),
+        ({"temperature": 0.6, "do_sample": True}, {"temperature": 0.6}),
+        ({"top_p": 5}, "top_p"),
+        ([], "generation_config.json"),
+    ],
+)
+def test_a_model_s_sampling_is_what_its_file_says(
+    tmp_path: Path, file: Any, expected: dict[str, float] | str
+) -> None:
+    path = tmp_path / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if file is not None:
+        path.write_text(json.dumps(file))
+    if isinstance(expected, dict):
+        assert default_sampling(tmp_path, None) == expected
+    else:
+        with pytest.raises(ModelError, match=expected):
+            default_sampling(tmp_path, None)
+
+
+def test_a_template_is_told_the_date_and_words_of_the_settings(tmp_path: Path) -> None:
+    shutil.copytree(model_directory("demo"), tmp_path, dirs_exist_ok=True)
+    written = "{{ strftime_now('%d.%m.%y') }} {{ messages[0].content }}"
+    (tmp_path / "chat_template.jinja").write_text(written)
+    tokenizer, said = Tokenizer(tmp_path), "<|user|>"
+    one = Conversation(messages=[{"role": "user", "content": said}])
+    (control,) = tokenizer.encode(said, add_special_tokens=False)
+    plain = chat_template(settings_from({"model": str(tmp_path)}), tokenizer).encode(one)
+    assert control not in plain
+    options = {"template_date": "2026-01-31", "control_tokens_in_content": True}
+    told = chat_template(settings_from({"model": str(tmp_path), **options}), tokenizer)
+    assert told.render(one) == f"31.01.26 {said}"
+    assert told.encode(one)[-1] == control
+    wrong = settings_from({"model": str(tmp_path), "template_date": "yesterday"})
+    with pytest.raises(SettingsError, match=r"--template-date: got .*, expected a date"):
+        chat_template(wrong, tokenizer)
 
 
 SECRET = "what the client said"

@@ -6,6 +6,8 @@ import json
 import math
 import struct
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,70 @@ def test_a_stream_says_the_same_as_a_whole_answer(body: dict[str, Any]) -> None:
     assert {choice["finish_reason"] for choice in whole} == {
         "length" if "max_tokens" in body else "stop"
     }
+
+
+def test_ids_are_told_where_they_are_asked_for() -> None:
+    ids, prompt = _ids(SAID), [5, 6, 7]
+    asked = {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    (choice,) = complete(**asked, logprobs=1).json()["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (ids, prompt)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{one}" for one in ids]
+    assert "token_id:300" in choice["logprobs"]["top_logprobs"][0]
+    first, *chunks = complete(**asked, stream=True).events()[:-1]
+    assert first["choices"][0]["prompt_token_ids"] == prompt
+    assert [one for event in chunks for one in event["choices"][0]["token_ids"]] == ids
+    (choice,) = chat(**asked | {"prompt": None}, logprobs=True).json()["choices"]
+    names = [one["token"] for one in choice["logprobs"]["content"]]
+    assert (choice["token_ids"], names) == (ids, [f"token_id:{one}" for one in ids])
+
+
+def test_what_is_told_of_a_prompt_is_as_vllm_tells_it() -> None:
+    """The token itself is the first of each, with its rank where it is among the likeliest."""
+    (choice,) = complete(prompt=[5, 6, 301], prompt_logprobs=2, logprobs=1).json()["choices"]
+    nothing, unlikely, likely = choice["prompt_logprobs"]
+    assert (nothing, list(unlikely), list(likely)) == (None, ["6", "300", "301"], ["301", "300"])
+    assert [one["rank"] for one in unlikely.values()] == [None, 1, 2]
+    assert [one["rank"] for one in likely.values()] == [2, 1]
+    assert unlikely["6"]["logprob"] == logprob(6, 2).logprob
+    assert likely["301"]["decoded_token"] == model().names(301)[0].strip('"')
+    assert len(choice["logprobs"]["top_logprobs"][0]) <= 2
+
+
+@each_row(
+    ("body", "text"),
+    [
+        ({"stop": "mat"}, SAID.partition("mat")[0]),
+        ({"stop": "mat", "include_stop_str_in_output": True}, SAID.partition(",")[0]),
+        ({"skip_special_tokens": False}, f"<|begin_of_text|>{SAID}"),
+        ({}, SAID),
+    ],
+)
+def test_what_of_a_text_is_shown_is_as_asked(body: dict[str, Any], text: str) -> None:
+    """A stop string, and the names of special tokens."""
+    whole = tokenizer().encode(SAID)
+    for by, path in ((complete, ["text"]), (chat, ["message", "content"])):
+        engine = FakeEngine(says=whole)
+        found = by(engine, max_tokens=99, **body).json()["choices"][0]
+        assert reduce(getitem, path, found) == text
+
+
+def test_counts_so_far_are_in_every_chunk() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chat(stream=True, stream_options=options).events()[:-1]
+    told = [event["usage"]["completion_tokens"] for event in chunks]
+    # The one that opens a choice comes with its first token.
+    assert told == [1, *range(1, len(_ids(SAID)) + 1)]
+    assert last["usage"] == chunks[-1]["usage"]
+
+
+def test_an_event_s_size_tells_little_of_its_text() -> None:
+    """Filled up to multiples of 64 bytes by letters that repeat nowhere, unless it is refused."""
+    for asked, fills in (({}, True), ({"include_obfuscation": False}, False)):
+        reply = chat(stream=True, stream_options=asked)
+        events = [text for text in reply.text.split("\n\n")[:-2] if text]
+        assert all("obfuscation" in one for one in events) == fills
+        sizes = {len(one) % 64 for one in events}
+        assert (len(sizes) == 1) == fills
 
 
 def test_a_continuation_keeps_the_space_of_its_first_word(tmp_path: Path) -> None:

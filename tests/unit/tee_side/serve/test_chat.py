@@ -63,11 +63,12 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), tokenizer().raw.get_vocab_size(), [0])
 
 
-def serves(said: str, template: str = TEMPLATE) -> Serving:
+def serves(said: str, template: str = TEMPLATE, **changes: Any) -> Serving:
     """Return a server whose model says this."""
     read = tokenizer(template)
     engine = FakeEngine(says=read.encode(said, add_special_tokens=False))
-    offered = model(tokenizer=read, template=ChatTemplate(read), max_model_len=10**6)
+    own = {"tokenizer": read, "template": ChatTemplate(read), "max_model_len": 10**6}
+    offered = model(**own | changes)
     return serving(engine, model=offered, compile_grammar=compiler().compile)
 
 
@@ -331,6 +332,42 @@ def test_a_thousand_tools_are_as_good_as_one() -> None:
     ]
     reply, _ = talk(CALL, tools=[*tools, WEATHER], max_tokens=500)
     assert told(reply)["tool_calls"]
+
+
+def test_a_form_of_calls_is_known_by_the_template_or_said() -> None:
+    """Elsewhere tools are refused; a template that writes none tells the model of none."""
+    known = "{% for t in tools %}{{ t }}{% endfor %}<tool_call>"
+    unknown = known.replace("<tool_call>", "")
+    asked = {"messages": HELLO, "tools": [WEATHER], "max_tokens": 500}
+    for template, parser, calls in (
+        (known, None, True),
+        (unknown, "hermes", True),
+        (unknown, None, None),
+        (known, "glm", False),
+        (known.replace("tools", "x"), "hermes", None),
+    ):
+        found = serves(CALL, template, tool_parser=parser)
+        reply = call(found, "POST", "/v1/chat/completions", asked)
+        if calls is None:
+            assert (reply.status, reply.error()["code"]) == (400, "no_tools")
+        else:
+            assert ("tool_calls" in told(reply)) == calls
+
+
+def test_how_much_to_think_is_a_request_s_or_the_server_s() -> None:
+    for own, asked, thinks in (
+        ("none", {}, False),
+        ("none", {"reasoning_effort": "low"}, True),
+        ("low", {"reasoning_effort": "none"}, False),
+        ("none", {"chat_template_kwargs": {"enable_thinking": True}}, True),
+        (None, {}, True),
+    ):
+        found = serves("x", reasoning_effort=own)
+        call(found, "POST", "/v1/chat/completions", {"messages": HELLO} | asked)
+        assert prompt(found.engine).endswith("assistant\n") == thinks
+    always = "{{ messages }}</think>"
+    reply, _ = talk("x", template=always, reasoning_effort="none")
+    assert (reply.status, reply.error()["param"]) == (400, "body.reasoning_effort")
 
 
 def test_what_a_request_does_not_say_is_the_model_s_own() -> None:

@@ -335,6 +335,29 @@ def test_settings_reach_the_engine_by_their_names() -> None:
             [0],
         ),
         (complete, {"echo": True, "logprobs": 2}, "prompt_logprobs", [2]),
+        (complete, {"echo": True, "logprobs": 2, "prompt_logprobs": 5}, "prompt_logprobs", [5]),
+        (complete, {"prompt_logprobs": -1}, "prompt_logprobs", [20]),
+        (complete, {"seed": -1}, "sampling.seed", [None]),
+        (complete, {"prompt": [5, 6, 7], "truncate_prompt_tokens": 2}, "prompt_ids", [(6, 7)]),
+        (
+            complete,
+            {"prompt": [5] * CONTEXT, "truncate_prompt_tokens": -1},
+            "prompt_ids",
+            [(5,) * (CONTEXT - 1)],
+        ),
+        # What the next token may be.
+        (complete, {"min_tokens": 0, "bad_words": []}, "grammar", [None]),
+        (complete, {"min_tokens": 3}, "grammar.minimum", [3]),
+        (complete, {"min_tokens": 3}, "grammar.end_ids", [ENDS]),
+        (complete, {"min_tokens": 3, "stop_token_ids": [9]}, "grammar.end_ids", [ENDS | {9}]),
+        (
+            complete,
+            {"bad_words": ["cat", " "]},
+            "grammar.unwanted",
+            [[encoded("cat")[1:], encoded(" cat")[1:]]],
+        ),
+        (complete, {"min_tokens": 1, "guided_regex": "a"}, "grammar.grammar.kind", ["regex"]),
+        (chat, {"allowed_token_ids": [5]}, "grammar.minimum", [0]),
     ],
 )
 def test_what_is_asked_for_reaches_the_engine(
@@ -385,6 +408,11 @@ def _json_schema(**form: Any) -> dict[str, Any]:
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"json_object": True}}, "json_object", {}),
         ({"response_format": {"type": "json_object"}}, "json_object", {}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"b": 2}}},
+            "json_schema",
+            {"b": 2},
+        ),
         (_json_schema(json_schema={"name": "n", "schema": {"b": 2}}), "json_schema", {"b": 2}),
         ({"response_format": {"type": "text"}}, None, None),
     ],
