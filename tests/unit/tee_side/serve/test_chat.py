@@ -13,10 +13,20 @@ from tokenizers import AddedToken
 
 from tee_side.chat.template import ChatTemplate
 from tee_side.engine.tokenizer import Tokenizer
+from tee_side.serve.app import create_app
 from tee_side.serve.exchange import Serving
 from tee_side.serve.grammar import GrammarCompiler
 from tests.kit.rows import each_row
-from tests.kit.serve import FakeEngine, Reply, call, model, serving
+from tests.kit.serve import (
+    FakeEngine,
+    Reply,
+    ask,
+    call,
+    connected,
+    in_a_loop,
+    model,
+    serving,
+)
 from tsqp.run.settings import model_directory
 
 # In the manner of Qwen 3: tools, thinking that can be switched off, results of tools.
@@ -324,6 +334,25 @@ def test_a_conversation_has_a_vector(body: dict[str, Any], param: str | None) ->
     assert (None if reply.status == 200 else reply.error()["param"]) == param
     if param is None:
         assert prompt(found.engine).endswith("Hello<|im_end|><|im_start|>assistant\n<think>\n")
+
+
+@in_a_loop
+async def test_a_stream_that_is_left_within_a_call_holds_nothing_back() -> None:
+    found = serves(CALL)
+    engine: Any = found.engine
+    engine.hold, app = True, create_app(found)
+    asked = {"messages": HELLO, "tools": [WEATHER], "stream": True, "max_tokens": 500}
+    async with connected(app, "POST", "/v1/chat/completions", asked) as left:
+        await engine.submitted.wait()
+        for delivery in engine._script(engine.requests[0])[:-8]:
+            engine.step(delivery)
+        while b"arguments" not in b"".join(left.reply.writes):
+            left.changed.clear()
+            await left.changed.wait()
+    await engine.was_cancelled.wait()
+    engine.hold = False
+    (call_of_next,) = told(await ask(app, "POST", "/v1/chat/completions", asked))["tool_calls"]
+    assert call_of_next["function"] == CALLED["function"]
 
 
 def test_a_thousand_tools_are_as_good_as_one() -> None:

@@ -14,7 +14,12 @@ from tee_side.engine.step import Sampler
 from tee_side.engine.tokenizer import Tokenizer
 from tee_side.serve import grammar, grammar_trial
 from tee_side.serve.answers import TokenBytes
-from tee_side.serve.grammar import MAX_GRAMMAR_BYTES, GrammarCompiler, GrammarKind
+from tee_side.serve.grammar import (
+    MAX_GRAMMAR_BYTES,
+    CallsSource,
+    GrammarCompiler,
+    GrammarKind,
+)
 from tests.kit.rows import each_row
 from tsqp.run.settings import model_directory
 
@@ -187,6 +192,17 @@ def test_what_may_cost_more_than_its_size_says_is_tried_in_a_process_of_its_own(
                 compiler.compile(kind, source)
         else:
             compiler.compile(kind, source)
+
+
+def test_a_client_s_own_grammar_is_tried_as_it_is(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens by their ids are no other text there, which might cost less."""
+    tried: list[str] = []
+    monkeypatch.setattr(grammar, "_is_affordable", lambda text: tried.append(text) is None)
+    compiler.compile("grammar", "start: <[5]>")
+    compiler.compile("call_schema", CallsSource('start: <[5]> "a"', '{"pattern": ""}'))
+    assert ["<[5]>" in one for one in tried] == [True, False]
 
 
 def test_a_trial_is_made_once_for_each_owner(
