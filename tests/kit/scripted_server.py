@@ -49,7 +49,7 @@ TEMPLATE = """{#- tools: SIGNS <think></think> -#}
 {{- '<|im_start|>' + {'messages': messages, 'tools': tools or [],
     'thinks': enable_thinking is defined and enable_thinking} | tojson + '<|im_end|>' }}"""
 # Of how a form is written, what is one token.
-_MARK = re.compile(r"</?(?:tool_call|arg_key|arg_value)>|<[|｜][^<>]+[|｜]>|\[[A-Z_]+\]")
+_MARK = re.compile(r"</?(?:seed:)?(?:tool_call|arg_key|arg_value)>|<[|｜][^<>]+[|｜]>|\[[A-Z_]+\]")
 _ASKED = re.compile(r"<\|im_start\|>(.*)<\|im_end\|>", re.DOTALL)
 # What a grammar is answered with where the script is no answer: the first of these it allows.
 _SHORT = [
