@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_is_promised_is_kept(tmp_path: Path) -> None:
     # Short answers: it is about their form.
     options = ("--max-model-len", "64", "--default-max-tokens", "4")
