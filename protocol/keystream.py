@@ -4,8 +4,6 @@ A *stream* is a key and a place in its keystream, and a row of elements the sum 
 several. Kernels draw them where they are used; until then no element is in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ O out_features; B heads, and M, J, N for the product [B, M, J] x [B, J, N]. Thos
 `protocol.model.forward`'s.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

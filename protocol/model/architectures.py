@@ -9,8 +9,6 @@ is a letter or two of the shape suffixes: D hidden size, F intermediate size, C 
 all query heads and all key/value heads side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias

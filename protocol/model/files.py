@@ -8,8 +8,6 @@ Files of a directory that is sealed (`protocol.model.at_rest`) are read here as 
 code above sees names, sizes and bytes of the plain model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

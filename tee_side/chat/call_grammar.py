@@ -3,8 +3,6 @@
 Names of added tokens are written as ids: the library takes no other spelling for them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

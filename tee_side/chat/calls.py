@@ -6,8 +6,6 @@ From the first brace of its arguments on it is one, whatever follows: no stream 
 it has sent.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """What a model's text is, as it comes: thinking, an answer, calls of tools."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

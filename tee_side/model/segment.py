@@ -5,8 +5,6 @@ in every call: a service that has fewer has lost the session, and the engine com
 sequence's tokens once more. Nothing checks what comes back but its form.
 """
 
-from __future__ import annotations
-
 import struct
 import weakref
 from collections import deque

@@ -6,8 +6,6 @@ it can be asked long before, over a link that is slow. Several dealers each get 
 r and u are the sums. Each one's u is checked alone, before it is added: one that lies is named.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache

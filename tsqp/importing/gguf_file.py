@@ -5,8 +5,6 @@ order of the rows of queries and keys, and norms to which what an architecture a
 What its metadata say and this module does not know is refused: it would change the model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

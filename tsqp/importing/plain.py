@@ -4,8 +4,6 @@ It grows under a name of its own beside the directory that it becomes, a shard a
 run that was interrupted goes on behind the last whole shard, if the source is the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

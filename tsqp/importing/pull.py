@@ -4,8 +4,6 @@ Which hub, which token: HF_ENDPOINT and HF_TOKEN of the client. Each file is com
 hub says of the commit, by SHA-256 where it is a large one and as git names it where it is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -9,8 +9,6 @@ libraries that write them: compressed-tensors, AutoAWQ, GPTQModel, and what tran
 fp8. Rows of a weight are read some at a time, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias

@@ -4,8 +4,6 @@ A source is opened from a path: a directory of safetensors, plain or quantised, 
 or an adapter (LoRA) with the directory of its base.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

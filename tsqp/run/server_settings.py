@@ -1,7 +1,5 @@
 """What a program that proves itself, or serves, is told alone, and what it claims of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ A dealer is a service of another owner. It makes rows r of a seed (`protocol.key
 returns u = r W. The seeds of several dealers make parts of r, which is their sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 

@@ -10,8 +10,6 @@ comes after a failure: another is asked, or it is waited for. Waiting goes by `t
 ends with the request's own deadline, however many services were asked.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
