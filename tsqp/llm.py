@@ -25,6 +25,7 @@ from pydantic import (
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
 from tee_side.chat.calls import CallReader
+from tee_side.chat.history import encode_history
 from tee_side.chat.reply import MarkedStream, ReplyForm, ReplyReader, add_calls
 from tee_side.chat.template import Conversation
 from tee_side.engine.reading import MAX_TOP
@@ -37,7 +38,7 @@ from tsqp.run.settings import RunSettings, plain_type, settings_of
 if TYPE_CHECKING:
     import torch
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 # In an error of what has no bounds in SamplingSettings.
@@ -150,7 +151,8 @@ class LLM(AbstractContextManager["LLM"]):
                 open_runner(settings, loaded, None, idles=True, engine=engine)
             )
             self._tokenizer = runner.tokenizer
-            self._template = chat_template(settings, runner.tokenizer)
+            template = chat_template(settings, runner.tokenizer)
+            self._form = ReplyForm(template, settings.tool_parser)
             # Read once it is asked for: files may say what we do not compute, and generate.
             self._embedding, self._size = cache(runner.embedding), runner.config.hidden_size
             self._engine = BackgroundEngine(
@@ -205,28 +207,41 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[RequestOutput]:
         """Return the assistant's next turn of a conversation, one output. Raises as `generate`.
 
-        Options are those of `/v1/chat/completions`; all of the tools may be called.
+        Options are those of `/v1/chat/completions`. All of the tools may be called, none has to be;
+        arguments follow no grammar.
         """
+        form, asked = self._form, add_generation_prompt
+        told = form.told(reasoning_effort)
+        PromptError.unless(
+            told or not reasoning_effort,
+            "reasoning_effort",
+            "none, of a model that always thinks",
+            "another one",
+        )
         ids = self._chat_ids(
             messages,
             tools=tools,
             documents=documents,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=not continue_final_message if asked is None else asked,
             continue_final_message=continue_final_message,
-            variables=chat_template_kwargs or {},
+            variables={**told, **(chat_template_kwargs or {})},
         )
-        form = ReplyForm(self._template)
         thinking, inside = form.behind(ids)
         wrong = KeyError, TypeError, AttributeError
         with PromptError.instead_of(wrong, "tools", "something else", "functions, as OpenAI's"):
             functions = [tool["function"] for tool in tools or ()]
             known = {one["name"]: one.get("parameters") or {} for one in functions}
+            strict = any(one.get("strict") for one in functions)
+        PromptError.unless(
+            not strict, "tools", "strict", "none that is: only a server has grammars"
+        )
         no_form = "a model whose template knows no tools, or writes calls in an unknown form"
         PromptError.unless(form.calls or not known, "tools", no_form, "none")
 
@@ -285,9 +300,9 @@ class LLM(AbstractContextManager["LLM"]):
             all(isinstance(message, Mapping) for message in messages),
             "messages",
             "something else",
-            "mappings, role to text",
+            "mappings, as OpenAI's",
         )
-        return self._template.encode_calls(Conversation(messages=messages, **more))
+        return encode_history(self._form, Conversation(messages=messages, **more))
 
     def _start(
         self,

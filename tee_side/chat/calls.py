@@ -363,6 +363,11 @@ class CallReader:
         pieces, self._pieces = self._pieces, []
         return said, pieces
 
+    @property
+    def within(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        return self._state == self._read_arguments
+
     # States: each returns whether another one goes on with what is held.
 
     def _read_text(self, final: bool) -> bool:

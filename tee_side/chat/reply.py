@@ -10,6 +10,8 @@ from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 # Of a prompt, where it shows whether thinking has begun.
 _TAIL = 32
+# What templates call whether a model thinks.
+_SWITCHES = ("enable_thinking", "thinking")
 # Around what a model thinks. A template that has the second one is that of a model which does.
 THINKING = (
     ("<think>", "</think>"),
@@ -67,8 +69,8 @@ class ReplyReader:
 
     @property
     def called(self) -> bool:
-        """Whether a tool was called."""
-        return self._calls is not None and self._calls.calls > 0
+        """Whether tools were called, the last one to the end of its arguments."""
+        return self._calls is not None and self._calls.calls > 0 and not self._calls.within
 
     def feed(self, text: str, *, final: bool = False) -> Piece:
         """Take a piece, `final` for the last one, and return what is decided."""
@@ -146,16 +148,26 @@ class ReplyForm:
         )
         # Those of a template that reads thinking apart from what is said.
         self.read_apart = self.thinking if any(one in source for one in REASONING) else None
+        self._switched = any(name in source for name in _SWITCHES)
         source = template.source(with_tools=True)
         name = (parser or form_of(source)) if "tools" in source else None
         self.calls = form = None if name is None else CALL_FORMS[name][1]
         signs = () if form is None else (*form.begins, *form.dropped, *form.written)
         signs_of_all = "".join((*(self.thinking or ()), *signs))
-        self._raw = template.tokenizer.raw
+        self.template, self._raw = template, template.tokenizer.raw
         added = self._raw.get_added_tokens_decoder().items()
         self.added = {one.content: token_id for token_id, one in added}
         self.special = {token_id: one.content for token_id, one in added if one.special}
         self.shown = {i: name for i, name in self.special.items() if name in signs_of_all}
+
+    def told(self, effort: str | None) -> dict[str, Any]:
+        """Return what a template is told of how much to think; None: nothing.
+
+        Nothing, too, where it is not to think and always does.
+        """
+        if effort is None or (effort == "none" and self.thinking and not self._switched):
+            return {}
+        return {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
 
     def behind(self, prompt_ids: Sequence[int]) -> tuple[tuple[str, str] | None, bool]:
         """Return the signs of thinking that may follow a prompt, and whether that has begun it."""

@@ -7,10 +7,9 @@ sees them, and encoded as text, as are those that the template makes of its word
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
@@ -137,25 +136,6 @@ class ChatTemplate:
                 ids += self._inside(piece, as_text=at % 2 == 1)
         return ids
 
-    def encode_calls(self, conversation: Conversation) -> list[int]:
-        """Return the ids of a conversation whose calls are as OpenAI's API has them.
-
-        Arguments are texts there, and objects to templates, where they are JSON; a result gets the
-        name of its call, which some templates write. Raises as `render`.
-        """
-        wrong = KeyError, TypeError, AttributeError
-        with PromptError.instead_of(wrong, "messages", "calls of another form", "OpenAI's"):
-            said = list(map(dict, conversation.messages))
-            _name_results(said)
-            read = list(map(_read_arguments, said))
-        try:
-            return self.encode(replace(conversation, messages=read))
-        except PromptError:
-            # Templates of DeepSeek's write arguments as the text that they are.
-            if read == said:
-                raise
-            return self.encode(replace(conversation, messages=said))
-
     def _template(self, conversation: Conversation) -> tuple[SandboxedTemplate, _Control]:
         """Compile the template, once: that takes longer than rendering."""
         source = self.source(with_tools=conversation.tools is not None)
@@ -217,8 +197,8 @@ class ChatTemplate:
             PromptError.unless(
                 right,
                 "continue_final_message",
-                "nothing to continue, or a generation prompt",
-                "a last message with content, and add_generation_prompt false",
+                "no text to continue, or add_generation_prompt",
+                "a last message with a text, and no prompt for another one",
             )
             holder[key] = f"{last}{_TAG}"
         values = {
@@ -265,34 +245,6 @@ class ChatTemplate:
             cut = raw.pre_tokenizer
             words = [text] if cut is None else [word for word, _ in cut.pre_tokenize_str(text)]
             return [token.id for word in words for token in raw.model.tokenize(word)]
-
-
-def _name_results(turns: Sequence[dict[str, Any]]) -> None:
-    names: dict[str, str] = {}
-    for turn in turns:
-        for call in turn.get("tool_calls") or ():
-            names[call.get("id", "")] = call["function"]["name"]
-        if turn["role"] == "tool" and (name := names.get(turn.get("tool_call_id", ""))):
-            turn.setdefault("name", name)
-
-
-def _read_arguments(turn: dict[str, Any]) -> dict[str, Any]:
-    def read(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"].get("arguments")
-        try:
-            # Of a tool that takes none, some clients have no text.
-            found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            return call
-        if not isinstance(found, dict):
-            return call
-        return call | {"function": call["function"] | {"arguments": found}}
-
-    return (
-        turn | {"tool_calls": list(map(read, turn["tool_calls"]))}
-        if turn.get("tool_calls")
-        else turn
-    )
 
 
 def _any_of(texts: Iterable[str]) -> str:

@@ -341,10 +341,7 @@ class _Choice:
             text = self._shown.feed(token_id)
             self.offset += len(text if self._whole is None else self._whole.feed(token_id))
             text += "" if finish is None else self._shown.flush()
-        return self.read(text, final=finish is not None)
-
-    def read(self, text: str, *, final: bool) -> Piece:
-        """Return what a text says."""
+        final = finish is not None
         return Piece(text) if self.reader is None else self.reader.feed(text, final=final)
 
     @property

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -35,23 +34,17 @@ from tee_side.serve.schema import (
 from tee_side.serve.watch import RequestWatch
 
 
-@dataclass(frozen=True)
-class _Choosing:
-    """What of the tools may be called. `must`: one of them is; `one`: no more than one."""
+def _choosing(body: ChatRequest) -> tuple[Sequence[Tool], bool, bool]:
+    """Read `tool_choice`: what may be called, whether a tool is, and no more than one.
 
-    tools: Sequence[Tool] = ()
-    must: bool = False
-    one: bool = False
-
-
-def _choosing(body: ChatRequest) -> _Choosing:
-    """Read `tool_choice`. Raises ApiError."""
+    Raises ApiError.
+    """
     tools, choice = body.tools or [], body.tool_choice
     known = {tool.function.name: tool for tool in tools}
     require(len(known) == len(tools), "body.tools", "each name once")
     one = body.parallel_tool_calls is False
     if choice == "none":
-        return _Choosing()
+        return (), False, False
     named = [choice] if isinstance(choice, NamedTool) else []
     must = choice == "required" or bool(named)
     if isinstance(choice, AllowedTools):
@@ -60,43 +53,40 @@ def _choosing(body: ChatRequest) -> _Choosing:
     there = all(one.function.name in known for one in named)
     require(there, "body.tool_choice", "names of tools that are in tools")
     chosen = [known[one.function.name] for one in named] or tools
-    return _Choosing(chosen, must, one or isinstance(choice, NamedTool))
+    return chosen, must, one or isinstance(choice, NamedTool)
 
 
 def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Reading:
     """Return how a reply is read, and what it has to follow. Raises ApiError."""
-    choosing, replies = _choosing(body), model.replies
+    (chosen, must, one), replies = _choosing(body), model.replies
     thinking, inside = replies.behind(ids)
     rules = ReplyGrammar(replies.added)
     lead = rules.thinking(thinking, inside=inside)
     # Before a text that follows a grammar of its own.
     before = None if thinking is None else rules.lark(f"{lead} @answer")
-    if not choosing.tools:
+    if not chosen:
         reader = None if thinking is None else partial(ReplyReader, thinking, inside=inside)
         shown = {} if thinking is None else replies.shown
         return Reading(reader=reader, shown=shown, lead=before)
     if (form := replies.calls) is None:
-        message = (
-            "the model's chat template knows no tools, or writes calls in a form that is not known"
-            " (tee-runner serve --tool-parser)"
-        )
+        message = "how this model writes calls is not known; an operator can say it (--tool-parser)"
         raise ApiError(400, message, param="body.tools", code="no_tools")
-    tools = {tool.function.name: tool.function.parameters or {} for tool in choosing.tools}
+    tools = {tool.function.name: tool.function.parameters or {} for tool in chosen}
     calls: CallsSource | None = None
     found = (content for name, _, content in grammars(body) if name == "response_format")
     answer = next(({"type": "object", **content} for content in found), None)
-    if choosing.must or answer is not None or any(t.function.strict for t in choosing.tools):
-        free, wrong = not choosing.must, (ValueError, TypeError, AttributeError, RecursionError)
+    if must or answer is not None or any(tool.function.strict for tool in chosen):
+        free, wrong = not must, (ValueError, TypeError, AttributeError, RecursionError)
         expected = "schemas of JSON"
         try:
             with PromptError.instead_of(wrong, "tools", "a schema of another form", expected):
-                start = rules.calls(form, tools, one=choosing.one, free=free, answer=answer)
+                start = rules.calls(form, tools, one=one, free=free, answer=answer)
                 calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
         except PromptError as error:
             raise of_engine(error, "body.tools") from None
 
     def reader_of() -> ReplyReader:
-        read = CallReader(form, tools, 1 if choosing.one else None)
+        read = CallReader(form, tools, 1 if one else None)
         return ReplyReader(thinking, inside=inside, calls=read)
 
     lead_of_text = before if calls is None else None

@@ -408,8 +408,9 @@ def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     param = "body.messages" if said else "body.input"
     require_model(model, body.model)
     require(said != (body.input is not None), "body", "one of input and messages")
-    for name in () if said else body.model_fields_set & Chat.model_fields.keys():
-        require(False, f"body.{name}", "none beside input")
+    others = {"add_special_tokens", "prompt_name"} if said else Chat.model_fields.keys()
+    for name in body.model_fields_set & others:
+        require(not getattr(body, name), f"body.{name}", f"none beside {param[5:]}")
     most = model.config.hidden_size
     try:
         how = model.embedding

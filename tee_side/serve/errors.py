@@ -48,7 +48,9 @@ _KNOWN_TYPES = {
     "too_long": "fewer entries",
     "too_short": "more entries",
     "json_invalid": "JSON",
-    "model_attributes_type": "a JSON object, sent as application/json",
+    "model_attributes_type": "a JSON object (a body is sent as application/json)",
+    **dict.fromkeys(("model_type", "dict_type"), "a JSON object"),
+    "string_pattern_mismatch": "letters, digits and _.:/-, 128 at most",
 }
 
 

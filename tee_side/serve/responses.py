@@ -8,7 +8,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ from tee_side.serve.exchange import EngineResponse, Serving
 from tee_side.serve.schema import (
     SENT_BACK,
     Body,
+    Chat,
     ChatRequest,
     Effort,
     Generating,
@@ -44,7 +45,14 @@ from tee_side.serve.schema import (
 )
 from tee_side.serve.watch import RequestWatch
 
-_STATELESS = "nothing: no answer is kept here; send all of the conversation as input"
+_NO_MEMORY = "nothing: no conversation is kept here; send its earlier items in input"
+# What needs one; a value that is false does not.
+_STATELESS = {
+    "store": "false: no answer is kept here",
+    "background": "false: an answer comes with its request; a long one comes as a stream",
+    "previous_response_id": _NO_MEMORY,
+    "conversation": _NO_MEMORY,
+}
 # Of a request, what its response says again.
 _TOLD = {
     *(
@@ -58,12 +66,14 @@ _TOLD = {
     ),
     *("max_output_tokens", "temperature", "top_p", "top_logprobs", "user", "service_tier"),
 }
-# What a chat calls its fields, and a response.
+# What a chat calls its fields, and a response; of turns, see `_turns`.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
+    r"response_format(\.json_schema)?": "text.format",
+    r"tools\.(\d+)\.function": r"tools.\1",
+    r"tool_choice\.allowed_tools": "tool_choice",
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -85,7 +95,7 @@ class Item(Body):
     @classmethod
     def _kept(cls, value: object) -> object:
         if isinstance(value, dict) and value.get("type") == "item_reference":
-            raise PydanticCustomError("stateless", _STATELESS)
+            raise PydanticCustomError("stateless", _NO_MEMORY)
         return value
 
 
@@ -104,15 +114,15 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Generating):
-    """`/v1/responses`, with the fields of sampling that chats have."""
+class ResponsesRequest(Chat, Generating):
+    """`/v1/responses`, with the fields that chats have beside OpenAI's own."""
 
     n: Literal[1] | None = None
     return_token_ids: Literal[False] | None = None
     prompt_logprobs: None = None
     input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # type: ignore[assignment]
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -129,29 +139,37 @@ class ResponsesRequest(Generating):
 
 async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
     """Answer a conversation."""
-    for name in ("store", "background", "previous_response_id", "conversation"):
-        require(not getattr(body, name), f"body.{name}", _STATELESS)
+    for name, expected in _STATELESS.items():
+        require(not getattr(body, name), f"body.{name}", expected)
+    turns = _turns(body)
 
     def prepare(serving: Serving, caller: RequestWatch, chat: ChatRequest) -> EngineResponse:
         return prepare_chat(serving, caller, chat, partial(ResponseAnswer, body))
 
     try:
-        asked = _asked(body)
+        asked = _asked(body, [turn for _, turn in turns])
         return await prepared(prepare, asked, request, compiles=asks_for_calls(asked))
     except ApiError as error:
-        # Places within a conversation are those of turns, not of items.
+
+        def item(found: re.Match[str]) -> str:
+            return f"body.{turns[int(found[1])][0]}{found[2] or ''}"
+
+        turn = r"\bbody\.messages\.(\d+)(\.content[.\w]*)?[.\w]*"
+        error.body = re.sub(turn, item, error.body)
         for name, own in _NAMES.items():
-            error.body = re.sub(rf"\bbody\.{name}\b(\.\w+)*", f"body.{own}", error.body)
+            error.body = re.sub(rf"\bbody\.{name}\b", f"body.{own}", error.body)
         raise
 
 
-def _asked(body: ResponsesRequest) -> ChatRequest:
+def _asked(body: ResponsesRequest, turns: list[dict[str, Any]]) -> ChatRequest:
     """Return the same as a chat. Raises ApiError, by the chat's names for fields."""
-    items = [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     text, thinking = body.text or TextOptions(), body.reasoning or Reasoning()
     form, choice = text.format, body.tool_choice
-    require(form is None or body.response_format is None, "body.text.format", "one format")
+    require(
+        form is None or body.response_format is None,
+        "body.text.format",
+        "none beside response_format",
+    )
     if form is not None and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": _without(form, "type")}
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -162,14 +180,15 @@ def _asked(body: ResponsesRequest) -> ChatRequest:
         allowed |= {"tools": list(map(_nested, named))} if isinstance(named, list) else {}
         choice = {"type": "allowed_tools", "allowed_tools": allowed}
     logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
-    fields = body.model_dump(by_alias=True, include=set(Generating.model_fields)) | {
+    same = set(Generating.model_fields | Chat.model_fields) - {"tools"}
+    fields = body.model_dump(by_alias=True, include=same) | {
         "parallel_tool_calls": body.parallel_tool_calls,
-        "messages": [*system, *_turns(items)],
+        "messages": turns,
         "tools": None if body.tools is None else list(map(_nested, body.tools)),
         "tool_choice": choice,
         "max_completion_tokens": body.max_output_tokens,
         "response_format": form or body.response_format,
-        "reasoning_effort": thinking.effort,
+        "reasoning_effort": thinking.effort or body.reasoning_effort,
         "logprobs": logprobs,
         "top_logprobs": body.top_logprobs,
     }
@@ -191,37 +210,38 @@ def _nested(tool: Any) -> Any:
     return {"type": "function", "function": _without(tool, "type")}
 
 
-def _turns(items: Iterable[Item]) -> Iterator[dict[str, Any]]:
-    """Yield turns: what an assistant thought, said and called without a stop is one."""
-    turn: dict[str, Any] | None = None
-    for item in items:
-        role = item.role if item.type == "message" else None
-        require(role or item.type != "message", "body.input", "a role for each message")
-        if item.type == "function_call_output" or role not in (None, "assistant"):
-            if turn is not None:
-                yield turn
-            turn = None
-            if role is None:
-                result = item.output or ""
-                parts = result if isinstance(result, str) else [one.model_dump() for one in result]
-                yield {"role": "tool", "content": parts, "tool_call_id": item.call_id}
-            else:
-                yield {"role": role, "content": item.content}
+def _turns(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
+    """Return turns, and where each begins: what an assistant thought, said and called is one."""
+    turns: list[tuple[str, dict[str, Any]]] = []
+    if body.instructions is not None:
+        turns.append(("instructions", {"role": "system", "content": body.instructions}))
+    if isinstance(body.input, str):
+        return [*turns, ("input", {"role": "user", "content": body.input})]
+    for at, item in enumerate(body.input):
+        place, role = f"input.{at}", item.role if item.type == "message" else None
+        require(role or item.type != "message", f"body.{place}", "a role for a message")
+        if item.type == "function_call_output":
+            result = item.output or ""
+            parts = result if isinstance(result, str) else [one.model_dump() for one in result]
+            turns.append((place, {"role": "tool", "content": parts, "tool_call_id": item.call_id}))
             continue
-        if turn is None or (role is not None and turn.keys() & {"content", "tool_calls"}):
-            if turn is not None:
-                yield turn
-            turn = {"role": "assistant"}
+        if role not in (None, "assistant"):
+            turns.append((place, {"role": role, "content": item.content}))
+            continue
+        last = turns[-1][1] if turns else {}
+        if last.get("role") != "assistant" or (
+            item.type != "function_call" and last.keys() & {"content", "tool_calls"}
+        ):
+            turns.append((place, last := {"role": "assistant"}))
         if item.type == "reasoning":
             said = item.content if isinstance(item.content, list) and item.content else item.summary
-            turn["reasoning_content"] = "".join(str(one.get("text", "")) for one in said or ())
+            last["reasoning_content"] = "".join(str(one.get("text", "")) for one in said or ())
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments or ""}
-            turn.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         else:
-            turn["content"] = item.content
-    if turn is not None:
-        yield turn
+            last["content"] = item.content
+    return turns
 
 
 # By kind of item: what its id begins with, its events, and what holds its text.

@@ -330,7 +330,7 @@ class Tool(Body):
     @classmethod
     def _read(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         if isinstance(value, dict) and value.get("type", "function") != "function":
-            raise PydanticCustomError("function_alone", "function: this server has no tools itself")
+            raise PydanticCustomError("function_alone", "function: no tool runs here")
         tool = read(value)
         if isinstance(value, dict):
             function = {k: v for k, v in value["function"].items() if v is not None}
@@ -344,17 +344,11 @@ class Tool(Body):
         return self._sent
 
 
-class NamedFunction(Body):
-    """A tool by its name."""
-
-    name: ToolName
-
-
 class NamedTool(Body):
-    """A tool that is called, and no other."""
+    """A tool that is called, and no other, by its name."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Function
 
 
 class AllowedNames(Body):

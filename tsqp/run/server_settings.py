@@ -20,21 +20,7 @@ from tsqp.run.settings import (
     settings_of,
 )
 
-# As tee_side.chat.calls and tee_side.serve.schema have them, which take long to import.
-ToolParser: TypeAlias = Literal[
-    "cohere",
-    "deepseek",
-    "deepseek-v3.1",
-    "glm",
-    "granite",
-    "hermes",
-    "llama3",
-    "mistral",
-    "mistral-v3",
-    "phi",
-    "qwen3-coder",
-    "seed",
-]
+# As tee_side.serve.schema has it, which takes long to import.
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 
@@ -103,9 +89,6 @@ class ServeSettings(EvidenceSettings, RunSettings):
     round_usage: Count = setting(1, "Tell token counts as multiples of this number.")
     pooling: Literal["last", "mean"] | None = setting(
         None, "Of /v1/embeddings.", show_default="what the model's files say, or the last token"
-    )
-    tool_parser: ToolParser | None = setting(
-        None, "How MODEL writes calls of tools.", show_default="as its chat template does"
     )
     reasoning_effort: Effort | None = setting(
         None, "Of requests that say nothing.", show_default="the model's own"

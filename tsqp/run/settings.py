@@ -79,6 +79,23 @@ def again(of: type[Settings], name: str, **changed: Any) -> Any:
     return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
 
 
+# As tee_side.chat.calls has them, which takes long to import.
+ToolParser: TypeAlias = Literal[
+    "cohere",
+    "deepseek",
+    "deepseek-v3.1",
+    "glm",
+    "granite",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral-v3",
+    "phi",
+    "qwen3-coder",
+    "seed",
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of one command.
@@ -288,6 +305,11 @@ class RunSettings(ComputeSettings):
     )
     control_tokens_in_content: bool = setting(
         False, "Let texts of messages become the control tokens that they name: a forged turn, too."
+    )
+    tool_parser: ToolParser | None = setting(
+        None,
+        "The form of MODEL's tool calls.",
+        show_default="recognised from its chat template",
     )
     max_kv_mib: Count | None = local(
         None, "Memory for keys and values of all sequences; default: 80 % of what is available."

@@ -13,6 +13,7 @@ from tests.kit.serve import FakeEngine, Reply, call, compile_grammar
 from tests.unit.tee_side.serve.test_chat import CALL, THOUGHT, WEATHER, prompt, serves
 
 FLAT = {"type": "function", **WEATHER["function"], "strict": False}
+HI = {"role": "user", "content": "hi"}
 CHOICE = {
     "type": "allowed_tools",
     "mode": "required",
@@ -20,6 +21,10 @@ CHOICE = {
 }
 SAID = f"{THOUGHT}Let me see.\n{CALL}"
 ARGUMENTS = '{"city": "Paris"}'
+
+
+def image(kind: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": f"input_{kind}"}]}
 
 
 def respond(said: str, engine: FakeEngine | None = None, **body: Any) -> tuple[Reply, Any]:
@@ -160,37 +165,49 @@ def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -
 @each_row(
     ("body", "param", "said"),
     [
-        ({"store": True}, "body.store", "send all of the conversation as input"),
-        ({"previous_response_id": "r"}, "body.previous_response_id", "send all"),
-        ({"background": True}, "body.background", "no answer is kept here"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input.0", "send all"),
-        ({"tools": [{"type": "web_search"}]}, "body.tools.0", "this server has no tools itself"),
+        ({"store": True}, "body.store", "false: no answer is kept here"),
+        ({"previous_response_id": "r"}, "body.previous_response_id", "its earlier items in input"),
+        ({"conversation": "c"}, "body.conversation", "its earlier items in input"),
+        ({"background": True}, "body.background", "false: an answer comes with its request"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input.0", "earlier items"),
+        ({"tools": [{"type": "web_search"}]}, "body.tools.0", "no tool runs here"),
         ({"truncation": "auto"}, "body.truncation", "disabled"),
-        # What a chat would say of it, by this API's names.
-        ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "body.input", "images"),
-        ({"input": [{"role": "user"}]}, "body.input", "body.input: expected a value"),
-        ({"text": {"format": {"type": "json_schema"}}}, "body.text.format", "a value"),
+        # What a chat would say of it, by this API's names and places.
+        ({"input": [HI, image("image")]}, "body.input.1.content.0", "images"),
+        ({"input": [HI, {"role": "user"}]}, "body.input.1.content", "a value"),
+        (
+            {"input": [HI, HI | {"content": [{"type": "text", "text": "a", "x": 1}]}]},
+            "body.input.1.content.0.x",
+            "",
+        ),
+        ({"input": [HI, {"type": "function_call"}]}, "body.input.1", "a value"),
+        ({"instructions": "a", "input": [HI, {"content": "a"}]}, "body.input.1", "a role"),
+        ({"instructions": "a", "input": [HI, image("file")]}, "body.input.1.content.0", "images"),
+        ({"text": {"format": {"type": "json_schema"}}}, "body.text.format.schema", "a value"),
+        ({"text": {"format": {"type": "text", "x": 1}}}, "body.text.format.x", "no such field"),
         ({"unheard_of": 1}, "body.unheard_of", "no such field"),
-        ({"input": [{"content": "a"}]}, "body.input", "a role for each message"),
+        ({"tools": [FLAT | {"x": 1}]}, "body.tools.0.x", "no such field"),
+        ({"tools": [WEATHER]}, "body.tools.0.name", "a value"),
+        ({"tools": [FLAT | {"name": "a b"}]}, "body.tools.0.name", "letters, digits"),
         (
             {"input": [{"type": "reasoning", "summary": ["a"]}]},
             "body.input.0.summary.0",
-            "a valid dictionary",
+            "a JSON object",
         ),
         (
             {"tools": [FLAT], "tool_choice": CHOICE | {"tools": ["weather"]}},
-            "body.tool_choice.allowed_tools.tools.0",
-            "a valid dictionary",
+            "body.tool_choice.tools.0",
+            "a JSON object",
         ),
         (
             {"tools": [FLAT], "tool_choice": CHOICE | {"tools": 5}},
-            "body.tool_choice.allowed_tools.tools",
+            "body.tool_choice.tools",
             "a valid list",
         ),
         (
             {"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}},
             "body.text.format",
-            "one format",
+            "none beside response_format",
         ),
     ],
 )
