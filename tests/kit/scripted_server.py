@@ -120,9 +120,11 @@ def replies(form: CallForm, asked: Mapping[str, Any], schema: Any) -> list[str]:
     """Return what the model says, the likeliest first. `schema`: of an answer, None for a text."""
     contents = [str(message.get("content") or "") for message in asked["messages"]]
     functions = [tool["function"] for tool in asked["tools"]]
-    calls = [
-        (one["name"], instance(one.get("parameters") or {"type": "object"})) for one in functions
-    ]
+    calls = []
+    for one in functions:
+        # Of a schema that refers to itself there is none.
+        with suppress(RecursionError):
+            calls.append((one["name"], instance(one.get("parameters") or {"type": "object"})))
     found = [spelled(form, [call]) for call in calls]
     if asked["messages"][-1]["role"] == "tool":
         found.insert(0, f"The tool says: {contents[-1]}")

@@ -47,20 +47,30 @@ def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
 def test_a_chat_is_asked_and_read_as_over_http(tmp_path: Path) -> None:
     """Tools are in the prompt; what follows the beginning of thinking is no text."""
     shutil.copytree(model_directory("demo"), tmp_path, dirs_exist_ok=True)
-    written = "{{ tools | tojson }} {{ documents[0].text }} {{ begins }}<think>"
+    written = "{{ tools | tojson }} {{ documents[0].text }} {{ begins }} {{ reasoning_effort }}"
+    written += "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}<think>"
     (tmp_path / "chat_template.jinja").write_text(f"{{# <tool_call> </think> #}}{written}")
     function = {"name": "weather", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
     with LLM(str(tmp_path), policy="tee-only", threads=1) as llm:
         asked: dict[str, Any] = {"documents": [{"text": "hi"}], "tools": tools}
-        (output,) = llm.chat([], GREEDY, chat_template_kwargs={"begins": "so"}, **asked)
+        said = [{"role": "developer", "content": [{"type": "text", "text": "ab"}]}]
+        more: dict[str, Any] = {"reasoning_effort": "low", "chat_template_kwargs": {"begins": "so"}}
+        (output,) = llm.chat(said, GREEDY, **more, **asked)
         (sample,) = output.outputs
         text = Tokenizer(tmp_path).decode(output.prompt_token_ids)
-        assert text == f"{json.dumps(tools)} hi so<think>"
+        assert text == f"{json.dumps(tools)} hi so lowsystem ab<think>"
         assert (sample.text, sample.tool_calls) == ("", [])
         assert sample.reasoning == Tokenizer(tmp_path).decode(sample.token_ids).strip()
-        with pytest.raises(PromptError, match="functions, as OpenAI's"):
-            llm.chat([], GREEDY, **asked | {"tools": [{"type": "x"}]})
+        strict = [{"type": "function", "function": function | {"strict": True}}]
+        for wrong, expected in (
+            ({"tools": [{"type": "x"}]}, "functions, as OpenAI's"),
+            ({"tools": strict}, "got strict, expected none that is"),
+            ({"reasoning_effort": "none"}, "a model that always thinks"),
+            ({"messages": [{"content": "a"}]}, "got turns of another form, expected OpenAI's"),
+        ):
+            with pytest.raises(PromptError, match=expected):
+                llm.chat(**{"messages": [], "sampling_params": GREEDY} | asked | wrong)  # type: ignore[arg-type]
 
 
 def test_a_chat_has_samples_with_log_probabilities_up_to_a_stop_string(llm: LLM) -> None:

@@ -145,6 +145,17 @@ def test_thinking_text_and_calls_are_told_apart(streamed: dict[str, Any]) -> Non
     assert len(told(one)["tool_calls"]) == 1
 
 
+@each_row(("body", "finish"), [({"stop": "Par"}, "stop"), ({"max_tokens": 33}, "length")])
+def test_a_call_that_is_cut_ends_as_a_text_does(body: dict[str, Any], finish: str) -> None:
+    """A client that is told of a call runs it."""
+    for more in ({}, STREAMED):
+        found = told(talk(CALL, **{"tools": [WEATHER], "max_tokens": 500} | body | more)[0])
+        (call,) = found["tool_calls"]
+        assert call["function"]["arguments"].startswith('{"city": "')
+        assert not call["function"]["arguments"].endswith("}")
+        assert found["finish_reason"] == finish
+
+
 NAMED = {"type": "function", "function": {"name": "weather"}}
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
 LIST = {"type": "function", "function": {"name": "weather", "parameters": {"type": "array"}}}
