@@ -24,7 +24,7 @@ from pydantic import (
 
 from protocol.errors import PromptError, SettingsError
 from protocol.validation import did_you_mean, first_problem
-from tee_side.chat.calls import CallReader
+from tee_side.chat.calls import CALL_FORMS, CallReader
 from tee_side.chat.history import encode_history
 from tee_side.chat.reply import MarkedStream, ReplyForm, ReplyReader, add_calls
 from tee_side.chat.template import Conversation
@@ -119,7 +119,8 @@ class LLM(AbstractContextManager["LLM"]):
     `threads`, ... What the GPU side learns is printed on stderr, once.
 
     `max_num_seqs`: sequences that run at a time; `max_num_batched_tokens`: rows of a step.
-    `speculative_tokens`, `enable_prefix_caching`: see `EngineSettings`; both are off. Raises as
+    `speculative_tokens`, `enable_prefix_caching`: see `EngineSettings`; both are off.
+    `tool_parser`: the form of the model's tool calls; None: what its chat template shows. Raises as
     `Runner`, and SettingsError for options that there are not.
     """
 
@@ -133,8 +134,15 @@ class LLM(AbstractContextManager["LLM"]):
         max_model_len: int | None = None,
         speculative_tokens: int = 0,
         enable_prefix_caching: bool = False,
+        tool_parser: str | None = None,
         **options: Any,
     ) -> None:
+        SettingsError.unless(
+            tool_parser in (None, *CALL_FORMS),
+            "LLM: tool_parser",
+            "another form",
+            f"one of {', '.join(CALL_FORMS)}",
+        )
         told = options | {"model": model, "step_tokens": max_num_batched_tokens}
         settings = settings_from(told | ({"gpu": gpu} if gpu else {}))
         loaded = load(settings, text_needed=True)
@@ -152,7 +160,7 @@ class LLM(AbstractContextManager["LLM"]):
             )
             self._tokenizer = runner.tokenizer
             template = chat_template(settings, runner.tokenizer)
-            self._form = ReplyForm(template, settings.tool_parser)
+            self._form = ReplyForm(template, tool_parser)
             # Read once it is asked for: files may say what we do not compute, and generate.
             self._embedding, self._size = cache(runner.embedding), runner.config.hidden_size
             self._engine = BackgroundEngine(

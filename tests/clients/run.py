@@ -171,10 +171,11 @@ def page(rows: list[Row]) -> str:
         " and with what result.",
         "",
         "`make clients` installs each client from its registry, unchanged, in the newest version"
-        f" ({datetime.now(UTC):%Y-%m-%d}), has it talk to the real server on this machine, and"
+        f" ({datetime.now(UTC):%Y-%m-%d}), runs it against the real server on this machine, and"
         " writes this page. In place of a model there is a script (`tests/kit/scripted_server.py`):"
-        " what is tried is the server's API, and what was to be said is known. The programs are in"
-        " `tests/clients`; `make clients ONLY=llm_client.py` runs one, and writes nothing.",
+        " what is tried is the server's API, and the expected answer of each check is known. The"
+        " programs are in `tests/clients`; `make clients ONLY=llm_client.py` runs one, and writes"
+        " nothing.",
         "",
         f"{sum(not row.reason for row in rows)} of {len(rows)} checks pass.",
         "",

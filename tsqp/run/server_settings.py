@@ -20,7 +20,21 @@ from tsqp.run.settings import (
     settings_of,
 )
 
-# As tee_side.serve.schema has it, which takes long to import.
+# As tee_side.chat.calls and tee_side.serve.schema have them, which take long to import.
+ToolParser: TypeAlias = Literal[
+    "cohere",
+    "deepseek",
+    "deepseek-v3.1",
+    "glm",
+    "granite",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral-v3",
+    "phi",
+    "qwen3-coder",
+    "seed",
+]
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 AttesterKind: TypeAlias = Literal["snp", "tdx", "simulated"]
 
@@ -90,11 +104,14 @@ class ServeSettings(EvidenceSettings, RunSettings):
     pooling: Literal["last", "mean"] | None = setting(
         None, "Of /v1/embeddings.", show_default="what the model's files say, or the last token"
     )
+    tool_parser: ToolParser | None = setting(
+        None, "The form of MODEL's tool calls.", show_default="recognised from its chat template"
+    )
     reasoning_effort: Effort | None = setting(
-        None, "Of requests that say nothing.", show_default="the model's own"
+        None, "How much to think for requests that do not say.", show_default="the model's own"
     )
     generation_config: Literal["auto", "none"] = setting(
-        "auto", "Sample as MODEL's generation_config.json says where a request says nothing."
+        "auto", "Sample as MODEL's generation_config.json says where a request does not say."
     )
     audit_log: Path | None = file_setting("Sealed log of requests: key, time, tokens; no text.")
     audit_key: Path | None = local_file("Its key (tsqp audit new-key).", secret=True)

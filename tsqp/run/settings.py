@@ -79,23 +79,6 @@ def again(of: type[Settings], name: str, **changed: Any) -> Any:
     return field(default=known.default, metadata={"setting": replace(said_of(known), **changed)})
 
 
-# As tee_side.chat.calls has them, which takes long to import.
-ToolParser: TypeAlias = Literal[
-    "cohere",
-    "deepseek",
-    "deepseek-v3.1",
-    "glm",
-    "granite",
-    "hermes",
-    "llama3",
-    "mistral",
-    "mistral-v3",
-    "phi",
-    "qwen3-coder",
-    "seed",
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of one command.
@@ -304,12 +287,7 @@ class RunSettings(ComputeSettings):
         metavar="YYYY-MM-DD",
     )
     control_tokens_in_content: bool = setting(
-        False, "Let texts of messages become the control tokens that they name: a forged turn, too."
-    )
-    tool_parser: ToolParser | None = setting(
-        None,
-        "The form of MODEL's tool calls.",
-        show_default="recognised from its chat template",
+        False, "Encode control tokens that a message names as such. Unsafe: it can forge a turn."
     )
     max_kv_mib: Count | None = local(
         None, "Memory for keys and values of all sequences; default: 80 % of what is available."

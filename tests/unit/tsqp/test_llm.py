@@ -137,6 +137,7 @@ def test_what_is_of_another_kind_is_refused_and_ends_nothing(llm: LLM, wrong: An
         ("threads", 0, "LLM: threads: got 0, expected greater than or equal to 1"),
         ("threads", True, "LLM: threads: got True"),
         ("when_out", "never", "LLM: when_out: got 'never', expected 'wait', 'tee' or 'fail'"),
+        ("tool_parser", "x", "LLM: tool_parser: got another form, expected one of deepseek, "),
         ("gpu", [3], r"LLM: gpu\.0: got 3"),
         ("spin_us", float("nan"), "LLM: spin_us: got nan"),
     ],

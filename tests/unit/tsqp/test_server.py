@@ -22,7 +22,7 @@ from tests.kit.rows import each_row
 from tests.kit.service import call
 from tsqp.cli.tee_runner import command
 from tsqp.llm import settings_from
-from tsqp.run import server_settings, settings
+from tsqp.run import server_settings
 from tsqp.run.conversations import chat_template, default_sampling
 from tsqp.run.load import added_leakage
 from tsqp.run.server import _app, note_failure
@@ -117,7 +117,7 @@ def test_what_serve_is_told_is_the_server_s(options: str, expected: dict[str, An
 
 
 def test_what_may_be_told_is_what_there_is() -> None:
-    assert get_args(settings.ToolParser) == tuple(sorted(CALL_FORMS))
+    assert get_args(server_settings.ToolParser) == tuple(sorted(CALL_FORMS))
     assert server_settings.Effort == schema.Effort
 
 
