@@ -250,8 +250,12 @@ class LLM(AbstractContextManager["LLM"]):
         PromptError.unless(
             not strict, "tools", "strict", "none that is: only a server has grammars"
         )
-        no_form = "a model whose template knows no tools, or writes calls in an unknown form"
-        PromptError.unless(form.calls or not known, "tools", no_form, "none")
+        PromptError.unless(
+            form.calls or not known,
+            "tools",
+            "a model whose template knows no tools, or writes calls in an unknown form",
+            "none, or tool_parser",
+        )
 
         def reader() -> ReplyReader:
             calls = CallReader(form.calls, known) if known and form.calls else None

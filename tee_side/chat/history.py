@@ -18,8 +18,9 @@ def encode_history(form: ReplyForm, conversation: Conversation) -> list[int]:
     Thinking that a client left in the text of an answer goes where the template reads it. Raises as
     `ChatTemplate.render`, and PromptError for turns of another form.
     """
-    wrong = KeyError, TypeError, AttributeError
-    with PromptError.instead_of(wrong, "messages", "turns of another form", "OpenAI's"):
+    with PromptError.instead_of(
+        (KeyError, TypeError, AttributeError), "messages", "turns of another form", "OpenAI's"
+    ):
         said = [_read(dict(turn), form.read_apart) for turn in conversation.messages]
         _name_results(said)
         read = list(map(_read_arguments, said))

@@ -106,8 +106,8 @@ class ChatTemplate:
         `tokenizer_class`, `chat_template` (None for none) and the special tokens.
         """
         kind = self._class if isinstance(self._class, str) else None
-        found = {"tokenizer_class": kind, "chat_template": self._sources.get("default")}
-        return found | self.tokenizer.special_tokens
+        said = {"tokenizer_class": kind, "chat_template": self._sources.get("default")}
+        return said | self.tokenizer.special_tokens
 
     def source(self, *, with_tools: bool) -> str:
         """Return the template of a conversation with tools or without; "" for none."""
