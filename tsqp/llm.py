@@ -246,10 +246,12 @@ class LLM(AbstractContextManager["LLM"]):
         with PromptError.instead_of(wrong, "tools", "something else", "functions, as OpenAI's"):
             functions = [tool["function"] for tool in tools or ()]
             known = {one["name"]: one.get("parameters") or {} for one in functions}
-            strict = any(one.get("strict") for one in functions)
-        PromptError.unless(
-            not strict, "tools", "strict", "none that is: only a server has grammars"
-        )
+            PromptError.unless(
+                not any(one.get("strict") for one in functions),
+                "tools",
+                "strict",
+                "none that is: that takes a server",
+            )
         PromptError.unless(
             form.calls or not known,
             "tools",

@@ -23,7 +23,7 @@ class ReplyGrammar:
         self._added = added
         names = sorted(map(re.escape, added), key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(names)})" if names else "((?!))")
-        self.rules = {"TEXT": _ANY, "SPACE": r"/[ \n]{0,4}/"}
+        self.rules = {"SPACE": r"/[ \n]{0,4}/"}
 
     def written(self, text: str) -> str:
         """Return what stands for a text."""
@@ -36,10 +36,11 @@ class ReplyGrammar:
 
     def until(self, sign: str) -> str:
         """Return what stands for any text up to a sign, and for the sign."""
-        if sign.strip() in self._added:
-            # Elsewhere in the text it is spelled otherwise, if at all.
-            return f"TEXT {self.written(sign)}"
         name = f"until_{len(self.rules)}"
+        if sign in self._added:
+            # Spelled by other tokens it would be one to who reads it.
+            self.rules[name.upper()] = f"{_ANY} & ~/(?s:.*){_pattern(sign)}(?s:.*)/"
+            return f"{name.upper()} {self.written(sign)}"
         self.rules[f"{name}[lazy]"] = f"/(?s:.*){_pattern(sign)}/"
         return name
 
@@ -68,7 +69,9 @@ class ReplyGrammar:
         for number, (name, schema) in enumerate(tools.items()):
             head, _, end = call.partition("ARGUMENTS")
             begin, arguments = head.replace("NAME", name), self._arguments(form, schema, number)
-            self.rules[f"call_{number}"] = f"{self.written(begin)} {arguments} {self.written(end)}"
+            # Word by word: an answer may begin as a call does.
+            parts = [*map(self.written, re.split('("[^"]*")', begin)), arguments, self.written(end)]
+            self.rules[f"call_{number}"] = " ".join(parts)
         self.rules["call"] = " | ".join(f"call_{number}" for number in range(len(tools)))
         more = "" if one else f"({self.written(between)} call)*"
         section = f"{self.written(before)} call {more} {self.written(behind)}"
@@ -95,12 +98,15 @@ class ReplyGrammar:
         apart = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
         expected = "properties at the top of it: this model writes them one by one"
         PromptError.unless(not apart, "tools", "a schema that leads elsewhere", expected)
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        required = schema.get("required") or []
+        properties = dict.fromkeys(required, True) | (schema.get("properties") or {})
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         found = []
         for place, (key, said) in enumerate(properties.items()):
             before, _, behind = form.parameter.partition("VALUE")
-            value = self._value({**said, **shared}, behind, f"{number}_{place}")
+            value = self._value(
+                {**({} if said is True else said), **shared}, behind, f"{number}_{place}"
+            )
             begin = self.written(before.replace("KEY", key))
             found.append(f"({begin} {value}){'' if key in required else '?'}")
         return " ".join(found) or '""'
@@ -113,7 +119,8 @@ class ReplyGrammar:
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(choices, Sequence) and choices:
             return f"({' | '.join(map(self.written, map(str, choices)))}) {self.written(behind)}"
-        return self.until(behind)
+        sign = behind.strip()
+        return f"{self.until(sign)} {self.written(behind.partition(sign)[2])}"
 
     def lark(self, start: str) -> str:
         """Return the grammar."""

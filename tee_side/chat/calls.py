@@ -13,13 +13,16 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType, UnionType
 from typing import Any, TypeAlias
 
-# Of a call up to its arguments; of one that has them first, in all; and behind its arguments, or
-# of space in front of it.
+# Of a call up to its arguments; or in all where these are its first key, and of white space that
+# may be left out. Of one that is no JSON up to there. Behind its arguments, or of space in front.
 _MAX_HEAD = 16 * 1024
-_MAX_CALL = 1024 * 1024
+_MAX_NAME = 512
 _MAX_END = 64
+# Of a value between tags that is held until its end.
+_MAX_VALUE = 128 * 1024
 _ID_LETTERS = string.ascii_letters + string.digits
 
 # Name to the JSON schema of the arguments.
@@ -100,7 +103,7 @@ class TaggedArguments:
                     return said, None
             elif opens := self._opens.match(self._held):
                 key, self._held = opens["key"], self._held[opens.end() :]
-                self._kind = "text" if self._is_text(key) else "json"
+                self._kind = self._kind_of(key)
                 quote = '"' if self._kind == "text" else ""
                 said += f"{self._front}{json.dumps(key)}: {quote}"
                 self._front = ", "
@@ -110,9 +113,16 @@ class TaggedArguments:
             else:
                 return said, None
 
-    def _is_text(self, key: str) -> bool:
+    def _kind_of(self, key: str) -> str:
+        """Return how a value is read: "text", "nullable" (one, or null) or "json"."""
         known = self._properties.get(key) if isinstance(self._properties, Mapping) else None
-        return isinstance(known, Mapping) and known.get("type") == "string"
+        several = known.get("anyOf") if isinstance(known, Mapping) else None
+        said = [known, *several] if isinstance(several, list) else [known]
+        types = [one.get("type") for one in said if isinstance(one, Mapping)]
+        found = {str(one) for each in types for one in (each if isinstance(each, list) else [each])}
+        return {("string",): "text", ("null", "string"): "nullable"}.get(
+            tuple(sorted(found - {"None"})), "json"
+        )
 
     def _value(self, kind: str) -> str:
         """Return what is decided of a value, and end it where its closing tag stands."""
@@ -120,12 +130,14 @@ class TaggedArguments:
         if places:
             at, size = min(places)
             value, self._held, self._kind = self._held[:at], self._held[at + size :], None
-            return f'{_escaped(value)}"' if kind == "text" else _as_json(value)
-        if kind == "json" and len(self._held) < _MAX_CALL:
-            return ""
+            return _WHOLE[kind](value)
+        if kind in ("json", "nullable"):
+            if len(self._held) < _MAX_VALUE:
+                return ""
+            self._kind = "raw"
         decided = len(self._held) - unfinished(self._held, self._closing)
         value, self._held = self._held[:decided], self._held[decided:]
-        return _escaped(value)
+        return _escaped(value) if kind == "text" else value
 
 
 _Arguments: TypeAlias = JsonArguments | TaggedArguments
@@ -135,17 +147,24 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _as_json(text: str) -> str:
-    """Return a value as JSON: what is none is a text."""
-
-    def refuse(_constant: str) -> None:
-        raise ValueError
-
+def _as_json(text: str, kinds: type | UnionType = object) -> str:
+    """Return a value as JSON, if it is one of these kinds: what is none is a text."""
     try:
-        json.loads(text, parse_constant=refuse)
+        found = json.loads(text)
+        json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text.strip()
+        found = ...
+    is_one = found is not ... and isinstance(found, kinds)
+    return text.strip() if is_one else json.dumps(text, ensure_ascii=False)
+
+
+# How a value ends, by its kind.
+_WHOLE: dict[str, Callable[[str], str]] = {
+    "text": lambda text: f'{_escaped(text)}"',
+    "json": _as_json,
+    "nullable": partial(_as_json, kinds=str | NoneType),
+    "raw": str,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,11 +205,12 @@ _CLOSE = r'\s*(?:,\s*"[a-z_]+"\s*:\s*"[^"\\]*"\s*)?\}'
 def _list_form(begin: str, close: str, name: str, arguments: str, **more: Any) -> CallForm:
     """All calls are one list of JSON."""
     written = f'{{"{name}": "NAME", "{arguments}": ARGUMENTS}}'
+    behind = rf"\s*{re.escape(close)}" if close else ""
     return CallForm(
         begins=(begin,),
         # Without a way back: else each space would be tried on both sides of the bracket.
         head=re.compile(rf"\s*+\[?{_OBJECT}"),
-        end=re.compile(rf"{_CLOSE}\s*(?:(?P<more>,)|\]\s*{re.escape(close)})"),
+        end=re.compile(rf"{_CLOSE}\s*(?:(?P<more>,)|\]{behind})"),
         written=(f"{begin}[", written, ", ", f"]{close}"),
         objects=True,
         **more,
@@ -375,7 +395,7 @@ class CallReader:
         held = self._held
         if self._bare:
             start = held.lstrip(" \n;" if self.calls else " \n")
-            if not start and not final:
+            if not start and not final and len(held) < _MAX_HEAD:
                 return False
             self._bare = False
             if start.startswith("{"):
@@ -392,7 +412,8 @@ class CallReader:
             return True
         open_end = 0 if final else unfinished(held, self._signs)
         text = held[: len(held) - open_end]
-        shown = text if final and not self.calls else text.rstrip()
+        keeps = (final and not self.calls) or len(text) > _MAX_HEAD
+        shown = text if keeps else text.rstrip()
         self._said += shown
         self._held = "" if final else held[len(shown) :]
         return False
@@ -406,12 +427,10 @@ class CallReader:
         """Find out which tool is called, if one is."""
         held = self._held
         if found := self._form.head.match(held[:_MAX_HEAD]):
-            self._held = held[found.end() :]
             if self._start(found["name"]):
+                self._held = held[found.end() :]
                 self._arguments = self._form.arguments(self._tools[found["name"]])
                 self._state = self._read_arguments
-            else:
-                self._held = held
             return True
         # An object that has its arguments first, or none.
         said, end = _whole_object(held) if self._form.objects else (None, 0)
@@ -429,7 +448,8 @@ class CallReader:
 
     def _goes_on(self, held: str) -> bool:
         first = held.lstrip()[:1]
-        return len(held) < _MAX_END if not first else not self._form.objects or first in "{["
+        few = len(held) < (_MAX_NAME if first else _MAX_END)
+        return first in "{[" if first and self._form.objects else few
 
     def _start(self, name: str) -> bool:
         """Begin a call, if there is such a tool; else it is text."""
@@ -472,12 +492,8 @@ class CallReader:
         found = self._form.end.match(self._held)
         if found is None and not final and len(self._held) < _MAX_END:
             return False
-        if found is None:
-            self._held = self._held.lstrip(" \n}]")
-            more = False
-        else:
-            self._held = self._held[found.end() :]
-            more = bool(found.groupdict().get("more"))
+        more = found and found.groupdict().get("more")
+        self._held = self._held[found.end() :] if found else self._held.lstrip(" \n}]")
         self._bare, self._begun = self._form.bare, ""
         self._state = self._read_head if more else self._read_text
         return True

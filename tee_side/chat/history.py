@@ -1,7 +1,7 @@
 """A conversation as OpenAI's API has it becomes the one that a template is given."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +18,29 @@ def encode_history(form: ReplyForm, conversation: Conversation) -> list[int]:
     Thinking that a client left in the text of an answer goes where the template reads it. Raises as
     `ChatTemplate.render`, and PromptError for turns of another form.
     """
-    with PromptError.instead_of(
-        (KeyError, TypeError, AttributeError), "messages", "turns of another form", "OpenAI's"
-    ):
-        said = [_read(dict(turn), form.read_apart) for turn in conversation.messages]
-        _name_results(said)
-        read = list(map(_read_arguments, said))
-    try:
-        return form.template.encode(replace(conversation, messages=read))
-    except PromptError:
-        # Templates of DeepSeek's write arguments as the text that they are.
-        if read == said:
-            raise
+
+    def told(read: Callable[[Any], Any]) -> list[int]:
+        with PromptError.instead_of(
+            (KeyError, TypeError, AttributeError), "messages", "turns of another form", "OpenAI's"
+        ):
+            names: dict[str, str] = {}
+            said = [_read(dict(one), form.read_apart, names, read) for one in conversation.messages]
         return form.template.encode(replace(conversation, messages=said))
 
+    try:
+        return told(_as_object)
+    except PromptError:
+        # Templates of DeepSeek's write arguments as the text that they are.
+        return told(lambda arguments: arguments)
 
-def _read(turn: dict[str, Any], thinking: tuple[str, str] | None) -> dict[str, Any]:
+
+def _read(
+    turn: dict[str, Any],
+    thinking: tuple[str, str] | None,
+    names: dict[str, str],
+    read: Callable[[Any], Any],
+) -> dict[str, Any]:
+    """Return a turn as templates have it. `names`: of calls before, by their ids."""
     content, role = turn.get("content"), turn["role"]
     text = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
     text = text or turn.get("refusal") or ""
@@ -45,40 +52,33 @@ def _read(turn: dict[str, Any], thinking: tuple[str, str] | None) -> dict[str, A
         if found and before.lstrip().startswith(begin):
             thought, text = before.lstrip()[len(begin) :].strip(), rest.lstrip()
     calls = [
-        {"type": "function", "function": {k: one["function"].get(k) for k in ("name", "arguments")}}
+        {
+            "type": "function",
+            "function": {
+                "name": one["function"]["name"],
+                "arguments": read(one["function"].get("arguments")),
+            },
+        }
         | ({} if one.get("id") is None else {"id": one["id"]})
         for one in turn.get("tool_calls") or ()
     ]
+    names |= {one["id"]: one["function"]["name"] for one in calls if "id" in one}
     changed: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": text,
         "reasoning_content": thought,
         "tool_calls": calls or None,
+        "name": turn.get("name") or names.get(turn.get("tool_call_id", "")),
+        **dict.fromkeys((*REASONING[1:], "refusal")),
     }
-    changed |= dict.fromkeys((*REASONING[1:], "refusal"))
     return {name: value for name, value in (turn | changed).items() if value is not None}
 
 
-def _name_results(turns: Sequence[dict[str, Any]]) -> None:
-    names: dict[str, str] = {}
-    for turn in turns:
-        for call in turn.get("tool_calls") or ():
-            names[call.get("id", "")] = call["function"]["name"]
-        if turn["role"] == "tool" and (name := names.get(turn.get("tool_call_id", ""))):
-            turn.setdefault("name", name)
-
-
-def _read_arguments(turn: dict[str, Any]) -> dict[str, Any]:
-    def read(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
-        try:
-            # Of a tool that takes none, some clients have no text.
-            found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            return call
-        if not isinstance(found, dict):
-            return call
-        return call | {"function": call["function"] | {"arguments": found}}
-
-    calls = list(map(read, turn.get("tool_calls") or ()))
-    return turn | {"tool_calls": calls} if calls else turn
+def _as_object(arguments: Any) -> Any:
+    """Return arguments as an object, if they are JSON of one; else as they came."""
+    try:
+        # Of a tool that takes none, some clients have no text.
+        found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments

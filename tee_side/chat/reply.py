@@ -10,6 +10,8 @@ from tee_side.engine.tokenizer import TextStream, Tokenizer
 
 # Of a prompt, where it shows whether thinking has begun.
 _TAIL = 32
+# Of white space that may be left out.
+_MAX_SPACE = 16 * 1024
 # What templates call whether a model thinks.
 _SWITCHES = ("enable_thinking", "thinking")
 # Around what a model thinks. A template that has the second one is that of a model which does.
@@ -44,8 +46,8 @@ def add_calls(calls: list[dict[str, Any]], pieces: Iterable[CallPiece]) -> None:
 class ReplyReader:
     """Reads a reply: thinking first, if there is any, between `thinking`'s signs; then text, calls.
 
-    `inside`: the prompt has begun the thinking. `calls`: reads what follows it. White space around
-    thinking belongs to neither.
+    `inside`: the prompt has begun the thinking, and the reply may do so again. `calls`: reads what
+    follows it. White space around thinking belongs to neither.
     """
 
     def __init__(
@@ -58,14 +60,14 @@ class ReplyReader:
         self._signs, self._calls = thinking, calls
         self._held = ""
         # Where it is: at the beginning, in thinking, or behind both.
-        self._at = "text" if thinking is None else "thinking" if inside else "start"
+        self._at, self._inside = "text" if thinking is None else "start", inside
         # White space at the beginning of a part is left out.
         self._fresh = thinking is not None
 
     @property
     def thinks(self) -> bool:
         """Whether the next token belongs to the thinking."""
-        return self._at == "thinking"
+        return self._at == "thinking" or (self._at == "start" and self._inside)
 
     @property
     def called(self) -> bool:
@@ -80,8 +82,8 @@ class ReplyReader:
             start, begin = self._held.lstrip(), self._signs[0]
             if start.startswith(begin):
                 self._at, self._held = "thinking", start[len(begin) :]
-            elif final or not begin.startswith(start):
-                self._at, self._fresh = "text", False
+            elif final or not begin.startswith(start) or len(self._held) > _MAX_SPACE:
+                self._at, self._fresh = ("thinking", True) if self._inside else ("text", False)
         if self._at == "thinking" and self._signs is not None:
             reasoning = self._think(self._signs[1], final=final)
         if self._at != "text":
@@ -103,7 +105,8 @@ class ReplyReader:
             self._at, self._held, self._fresh = "text", rest, True
             return thought.rstrip()
         open_end = 0 if final else unfinished(held, (end,))
-        thought = held[: len(held) - open_end].rstrip()
+        thought = held[: len(held) - open_end]
+        thought = thought if len(thought) > _MAX_SPACE else thought.rstrip()
         self._held = "" if final else held[len(thought) :]
         self._fresh = self._fresh and not thought
         return thought

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Const, Filter, Node, ScopedEvalContextModifier, TemplateData
+from jinja2.nodes import (
+    CallBlock,
+    Const,
+    Filter,
+    Node,
+    ScopedEvalContextModifier,
+    TemplateData,
+)
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -33,7 +40,7 @@ BEGIN, END = "\U000e01ee", "\U000e01ef"
 STAND_INS = range(ord(BEGIN) - 40, ord(BEGIN))
 _TO_ESCAPE = re.compile(f"[^\x00-\x7e{chr(STAND_INS[0])}-{END}]")
 # Filters that look at a tag's bracket.
-_ESCAPES = ("e", "escape", "forceescape", "striptags", "title", "urlize", "xmlattr")
+_ESCAPES = ("e", "escape", "forceescape", "striptags", "title", "urlencode", "urlize", "xmlattr")
 
 
 class EndlessTemplate(BaseException):

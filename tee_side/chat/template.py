@@ -2,7 +2,8 @@
 
 Texts and ids are those of transformers' `apply_chat_template`, with `sanitize_control_tokens`: what
 a client wrote never becomes a control token. Such names in its words are marked before the template
-sees them, and encoded as text, as are those that the template makes of its words.
+sees them, and encoded as text, as are those that the template makes of its words: but where it cuts
+them by place, or puts brackets of its own around a name (docs/limitations.md).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 from protocol.errors import ModelError, PromptError, describe
 from protocol.model.files import MAX_JSON_BYTES, find_file, read_file, read_json
-from tee_side.chat.calls import unfinished
 from tee_side.chat.sandbox import (
     BEGIN,
     END,
@@ -264,18 +264,20 @@ def _any_of(texts: Iterable[str]) -> str:
 class _Control:
     """Control tokens, and how a client's words show that they are none.
 
-    A template may put one together: it leaves out words, or writes two texts side by side. So it is
-    given a character that stands for the first one of a token wherever that is a client's, but in
-    words that the template looks for.
+    A template may put one together: it leaves out words, writes two texts side by side, or its own
+    brackets around one. So it is given characters that stand for the first two of a token wherever
+    these are a client's, but in words that the template looks for.
     """
 
     def __init__(self, tokens: Collection[str], template: SandboxedTemplate) -> None:
         self.tokens = re.compile(_any_of(tokens))
-        firsts = {token[0] for token in tokens if not token[0].isalnum()} - template.literals
+        firsts = {one for token in tokens for one in token[:2] if not one.isalnum()}
+        firsts -= template.literals
         known = [one for one in template.literals if firsts & set(one)]
         # But where a token is in one, or begins with its end.
         known = [one for one in known if not self.tokens.search(one)]
-        known = [one for one in known if not unfinished(one, tuple(tokens))]
+        starts = {token[:size] for token in tokens for size in range(1, len(token))}
+        known = [one for one in known if not any(one[at:] in starts for at in range(len(one)))]
         self._said = re.compile(f"({self.tokens.pattern})|{_any_of(known)}|{_any_of(firsts)}")
         self._stand_ins = dict(zip(sorted(firsts), map(chr, STAND_INS), strict=False))
         self._back = str.maketrans({stand_in: one for one, stand_in in self._stand_ins.items()})

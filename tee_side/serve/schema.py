@@ -38,10 +38,6 @@ def _few_fields(value: object) -> object:
     return value
 
 
-def _few_biases(value: object) -> object:
-    return _few_fields(value) or {}
-
-
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | _List[str] | _List[Id] | _List[_List[Id]]
 _Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]
@@ -227,7 +223,9 @@ class Generating(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    logit_bias: Annotated[dict[str, _Bias], BeforeValidator(_few_biases)] | None = None
+    logit_bias: (
+        Annotated[dict[str, _Bias], BeforeValidator(lambda value: _few_fields(value) or {})] | None
+    ) = None
     allowed_token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Stop], Field(max_length=_MAX_FIELDS)] | None = None
     truncate_prompt_tokens: _Last | None = None

@@ -402,6 +402,9 @@ def test_what_templates_may_write_equals_transformers(pairs: dict[str, Pair], so
             said("user", "<b><|im_end|>"),
         ),
         ("{{ messages[0].content }}{{ '<b><|im_' if x }}", said("user", "<b><|im_end|>")),
+        # Within brackets of the template's.
+        ("{% for key in messages[0].x %}<{{ key }}>{% endfor %}", USER | {"x": {"|im_end|": 1}}),
+        ("{{ messages[0].content.replace('&lt;', '<') }}", said("user", "&lt;|im_end|>")),
         # Put together by the template.
         ("{{ messages[0].content.replace('/x', '') }}", said("user", "hi </x|im_/xend|>")),
         ("{{ messages[0].content.split('/x') | join }}", said("user", "<|im_/xend|>")),

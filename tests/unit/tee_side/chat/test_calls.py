@@ -22,6 +22,8 @@ SCHEMA = {
         "city": {"type": "string"},
         "days": {"type": "integer"},
         "unit": {"type": "string", "enum": ["C", "F"]},
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "area": {"type": ["null", "string"]},
     },
     "required": ["city"],
     "additionalProperties": False,
@@ -139,6 +141,10 @@ def test_ids_are_those_that_templates_of_the_form_take(form: str) -> None:
 
 _CALL, _NOW = '{"name": "now", "arguments": {}}', [("now", "{}")]
 LIKE = "<tool_call>\n{}\n</tool_call>"
+_ZIP = (
+    "<tool_call>weather<arg_key>zip</arg_key><arg_value>{}</arg_value>"
+    "<arg_key>area</arg_key><arg_value>{}</arg_value></tool_call>"
+)
 
 
 @each_row(
@@ -173,6 +179,10 @@ LIKE = "<tool_call>\n{}\n</tool_call>"
             "",
             [("weather", '{"city": "5", "days": "NaN"}')],
         ),
+        # A text, or null: a number is a text.
+        ("glm", _ZIP.format("12345", "null"), "", [("weather", '{"zip": "12345", "area": null}')]),
+        ("glm", _ZIP.format("a", '"b"'), "", [("weather", '{"zip": "a", "area": "b"}')]),
+        ("granite", f"<|tool_call|>[{_CALL}]\n\nbye", "\n\nbye", _NOW),
         (
             "mistral-v3",
             '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "x"}]',
@@ -209,6 +219,30 @@ def test_a_call_of_a_megabyte_takes_no_longer_than_its_length(form: str, begin: 
         _, (piece,) = reader.feed("}" * 1000)
         assert len(piece.arguments) == 1000
         assert len(reader._held) == 0
+
+
+def test_a_long_value_is_not_held_to_its_end() -> None:
+    """Of one that is no text: from some length on it comes as it is."""
+    value, reader = [{"a": 1}] * 40_000, CallReader(CALL_FORMS["glm"][1], TOOLS)
+    begin = "<tool_call>weather<arg_key>days</arg_key><arg_value>"
+    text = f"{begin}{json.dumps(value)}</arg_value></tool_call>"
+    found, most = "", 0
+    for at in range(0, len(text), 1000):
+        found += "".join(piece.arguments for piece in reader.feed(text[at : at + 1000])[1])
+        most = max(most, len(text[:at]) - len(found))
+    assert json.loads(found) == {"days": value}
+    assert most < len(text) // 2
+
+
+def test_what_begins_as_a_call_or_as_space_is_not_held_for_long() -> None:
+    for form in CALL_FORMS:
+        sign, reader = CALL_FORMS[form][1].begins[0], CallReader(CALL_FORMS[form][1], TOOLS)
+        assert sign in reader.feed(f"The sign {sign} is one{' of many' * 100}")[0]
+        assert CallReader(CALL_FORMS[form][1], TOOLS).feed(" " * 20_000)[0]
+    for inside in (True, False):
+        piece = ReplyReader(("<think>", "</think>"), inside=inside).feed(" " * 20_000)
+        assert bool(piece.reasoning) == inside
+        assert bool(piece.content) != inside
 
 
 def test_a_form_is_known_by_what_a_template_writes() -> None:
@@ -281,6 +315,33 @@ def test_names_in_a_grammar_are_as_they_are(vocabulary: tokenizers.Tokenizer, fo
         assert follows(vocabulary, lark, text) == well
 
 
+def test_a_value_between_tags_ends_with_its_tag(vocabulary: tokenizers.Tokenizer) -> None:
+    """Else who reads the call would take the rest of the value for something else."""
+    for form in ("glm", "qwen3-coder", "seed"):
+        rules = rules_for(vocabulary)
+        lark = rules.lark(rules.calls(CALL_FORMS[form][1], TOOLS, one=True, free=False))
+        whole = WRITTEN[form]([("weather", {"city": "x", "days": 3})])
+        end = "</arg_value>" if form == "glm" else "</parameter>"
+        front, _, rest = whole.partition("x")
+        assert follows(vocabulary, lark, whole)
+        # Spelled by other tokens, too.
+        assert not follows(vocabulary, lark, f"{front}x{end[:3]}", f"{end[3:]}y{rest}")
+
+
+def test_arguments_between_tags_may_be_of_any_kind(vocabulary: tokenizers.Tokenizer) -> None:
+    schema = {"properties": {"x": True}, "required": ["y"]}
+    rules = rules_for(vocabulary)
+    lark = rules.lark(rules.calls(CALL_FORMS["seed"][1], {"now": schema}, one=True, free=False))
+    for given, well in (({"x": 1, "y": [2]}, True), ({"y": 1}, True), ({"x": 1}, False)):
+        for order in (given, dict(sorted(given.items(), reverse=True))):
+            if follows(vocabulary, lark, WRITTEN["seed"]([("now", order)])):
+                break
+        else:
+            assert not well
+            continue
+        assert well
+
+
 @each_row("key", ["$ref", "allOf", "anyOf", "oneOf"])
 def test_a_tag_for_each_argument_needs_them_at_the_top(key: str) -> None:
     led: dict[str, Any] = {"now": {"properties": {}, key: "#/$defs/a"}}
@@ -310,6 +371,12 @@ def test_a_free_reply_is_a_text_an_answer_or_calls(vocabulary: tokenizers.Tokeni
     lark = bare.lark(bare.calls(CALL_FORMS["llama3"][1], TOOLS, one=False, free=True))
     for said, well in (("Hi", True), (WRITTEN["llama3"](BOTH), True), ('{"name": 1}', False)):
         assert follows(vocabulary, lark, said) == well
+    # An answer may begin as a call does.
+    beside, form = rules_for(vocabulary), CALL_FORMS["llama3"][1]
+    schema = {"properties": {"q": {"type": "integer"}}}
+    lark = beside.lark(beside.calls(form, TOOLS, one=False, free=True, answer=schema))
+    for said in ('{"q": 1}', WRITTEN["llama3"](BOTH)):
+        assert follows(vocabulary, lark, said)
     with pytest.raises(PromptError, match="is no token of this model"):
         ReplyGrammar({}).calls(CALL_FORMS["hermes"][1], TOOLS, one=False, free=True)
 
@@ -319,6 +386,7 @@ def test_a_free_reply_is_a_text_an_answer_or_calls(vocabulary: tokenizers.Tokeni
     [
         ("<think>\nhm </thin \n</think>\n\nHello <think> x", False, "hm </thin", "Hello <think> x"),
         ("hm\n</think>\n\nHi", True, "hm", "Hi"),
+        ("<think>\nhm\n</think>\n\nHi", True, "hm", "Hi"),
         ("Hi <think>no</think>", False, "", "Hi <think>no</think>"),
         ("never ends </thi", True, "never ends </thi", ""),
         ("  <thi", False, "", "  <thi"),
