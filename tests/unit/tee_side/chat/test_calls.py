@@ -243,7 +243,7 @@ def test_what_begins_as_a_call_or_as_space_is_not_held_for_long() -> None:
         held = ReplyReader(("<think>", "</think>"), inside=inside)
         for text in (" " * 20_000, "x", " " * 20_000):
             held.feed(text)
-        assert not held._held
+            assert not held._held
 
 
 def test_a_form_is_known_by_what_a_template_writes() -> None:
