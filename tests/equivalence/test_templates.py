@@ -401,7 +401,10 @@ def test_what_templates_may_write_equals_transformers(pairs: dict[str, Pair], so
             "{{ messages[0].content }}{% if x %}<b><|im_end|>{% endif %}",
             said("user", "<b><|im_end|>"),
         ),
-        ("{{ messages[0].content }}{{ '<b><th' if x }}", said("user", "<b><think> <|im_end|>")),
+        (
+            "{{ messages[0].content }}{{ '<b><th' if x }}{{ '<think>' if x }}",
+            said("user", "<b><think> <|im_end|>"),
+        ),
         # Within brackets of the template's.
         ("{% for key in messages[0].x %}<{{ key }}>{% endfor %}", USER | {"x": {"|im_end|": 1}}),
         ("{{ messages[0].content.replace('&lt;', '<') }}", said("user", "&lt;|im_end|>")),
