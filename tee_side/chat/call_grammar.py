@@ -85,7 +85,10 @@ class ReplyGrammar:
             return f"({section} | OTHER)"
         sign = form.begins[0]
         PromptError.unless(
-            sign in self._added, "tools", "strict", f"no strict: {sign} is no token of this model"
+            sign in self._added,
+            "tools",
+            "strict",
+            f"tool_choice required, or no strict: {sign} is no token of this model",
         )
         self.rules["OTHER"] = f"{_ANY} & ~/(?s:.*){_pattern(sign)}(?s:.*)/"
         return f"OTHER ({section} OTHER)?"

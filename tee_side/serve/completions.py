@@ -354,7 +354,7 @@ def _grammar(
         # That of an answer without calls is part of it.
         own = all(field == "response_format" for field, *_ in found)
         require(own, "body.tools", f"no {found[0][0] if found else ''} beside tools")
-        found = [("tools", "call_schema", reading.calls)]
+        found = [("tools", "tool schema", reading.calls)]
     for field_name, kind, content in found:
         try:
             return serving.compile_grammar(kind, content, owner, lead=reading.lead)

@@ -28,7 +28,7 @@ from tee_side.serve import grammar_trial
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "call_schema"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "tool schema"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 _MOST_REMEMBERED = 1024
@@ -94,7 +94,7 @@ class GrammarCompiler:
             raise PromptError(where, f"a {kind} of {size} bytes", f"at most {MAX_GRAMMAR_BYTES}")
         # In this process only what a process of its own could compile: what a client wrote, as it
         # is. In calls, that stands within texts, where a token by its id would be none.
-        tried = _BY_ID.sub(r'\\"~\\"', grammar) if kind == "call_schema" else grammar
+        tried = _BY_ID.sub(r'\\"~\\"', grammar) if kind == "tool schema" else grammar
         fits = not costly or self._is_affordable(owner, tried)
         if lead is not None:
             first, *others = json.loads(grammar)["grammars"]
@@ -159,7 +159,7 @@ class GrammarMatcher:
         self._require(self._matcher.consume_token(token_id))
 
     def _require(self, well: bool) -> None:
-        expected = "one within the limits of a token"
+        expected = "one that a text can end, within the limits of a token"
         PromptError.unless(well, self._where, "a grammar that cannot go on", expected)
 
 
@@ -214,5 +214,5 @@ _READERS: dict[GrammarKind, tuple[Callable[[Any], tuple[int, str, bool]], str]] 
     "regex": (_read_regex, "Unicode text"),
     "grammar": (lambda text: (len(text.encode()), _lark(text), True), "Unicode text"),
     "choice": (_read_choice, "a list of Unicode texts"),
-    "call_schema": (_read_calls, "schemas"),
+    "tool schema": (_read_calls, "schemas"),
 }

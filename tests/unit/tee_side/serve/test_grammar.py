@@ -201,7 +201,7 @@ def test_a_client_s_own_grammar_is_tried_as_it_is(
     tried: list[str] = []
     monkeypatch.setattr(grammar, "_is_affordable", lambda text: tried.append(text) is None)
     compiler.compile("grammar", "start: <[5]>")
-    compiler.compile("call_schema", CallsSource('start: <[5]> "a"', '{"pattern": ""}'))
+    compiler.compile("tool schema", CallsSource('start: <[5]> "a"', '{"pattern": ""}'))
     assert ["<[5]>" in one for one in tried] == [True, False]
 
 

@@ -144,13 +144,13 @@ def test_items_become_the_turns_of_a_chat() -> None:
     ("body", "kind"),
     [
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}, "json_schema"),
-        ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}, "call_schema"),
+        ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "weather"}}, "tool schema"),
         (
             {
                 "tools": [FLAT],
                 "tool_choice": CHOICE,
             },
-            "call_schema",
+            "tool schema",
         ),
     ],
 )
