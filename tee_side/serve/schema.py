@@ -41,7 +41,7 @@ def _few_fields(value: object) -> object:
 Id: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Prompt: TypeAlias = str | _List[str] | _List[Id] | _List[_List[Id]]
 _Empty: TypeAlias = Annotated[list[Any], Field(max_length=0)]
-_Nothing: TypeAlias = Annotated[str, Field(max_length=0)]
+_Nothing: TypeAlias = Literal[""]
 _Name: TypeAlias = Annotated[str, Field(max_length=256)]
 _Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
