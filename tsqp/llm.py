@@ -226,12 +226,9 @@ class LLM(AbstractContextManager["LLM"]):
         arguments follow no grammar.
         """
         form, asked = self._form, add_generation_prompt
-        told = form.told(reasoning_effort)
+        told, variables = form.told(reasoning_effort), chat_template_kwargs or {}
         PromptError.unless(
-            told or not reasoning_effort,
-            "reasoning_effort",
-            "none, of a model that always thinks",
-            "another one",
+            isinstance(variables, Mapping), "chat_template_kwargs", "something else", "a mapping"
         )
         ids = self._chat_ids(
             messages,
@@ -239,7 +236,7 @@ class LLM(AbstractContextManager["LLM"]):
             documents=documents,
             add_generation_prompt=not continue_final_message if asked is None else asked,
             continue_final_message=continue_final_message,
-            variables={**told, **(chat_template_kwargs or {})},
+            variables={**told, **variables},
         )
         thinking, inside = form.behind(ids)
         wrong = KeyError, TypeError, AttributeError
@@ -311,7 +308,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _chat_ids(self, messages: Sequence[Message], **more: Any) -> list[int]:
         PromptError.unless(
-            all(isinstance(message, Mapping) for message in messages),
+            isinstance(messages, Sequence) and all(isinstance(one, Mapping) for one in messages),
             "messages",
             "something else",
             "mappings, as OpenAI's",

@@ -9,6 +9,9 @@ from protocol.errors import PromptError
 from tee_side.chat.reply import ReplyForm
 from tee_side.chat.template import REASONING, Conversation
 
+# Of what a template is given, what a client says by fields of their own.
+_FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
 
 def encode_history(form: ReplyForm, conversation: Conversation) -> list[int]:
     """Return the ids of a conversation whose turns are as OpenAI's API has them.
@@ -16,8 +19,24 @@ def encode_history(form: ReplyForm, conversation: Conversation) -> list[int]:
     Parts of a content are lines of a text. Arguments of calls are texts there, and objects to
     templates, where they are JSON; a result gets the name of its call, which some templates write.
     Thinking that a client left in the text of an answer goes where the template reads it. Raises as
-    `ChatTemplate.render`, and PromptError for turns of another form.
+    `ChatTemplate.render`, and PromptError for turns of another form, and for what the template does
+    not know.
     """
+    source = form.template.source(with_tools=bool(conversation.tools))
+    for name, given in (("tools", conversation.tools), ("documents", conversation.documents)):
+        PromptError.unless(
+            not given or not source or name in source,
+            name,
+            f"{name}, of which this model's chat template knows nothing",
+            "none",
+        )
+    for name in _FIELDS:
+        PromptError.unless(
+            name not in conversation.variables,
+            f"chat_template_kwargs.{name}",
+            f"{name}, which stands beside these",
+            "what the template alone knows",
+        )
 
     def told(read: Callable[[Any], Any]) -> list[int]:
         with PromptError.instead_of(

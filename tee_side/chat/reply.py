@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
+from protocol.errors import PromptError
 from tee_side.chat.calls import CALL_FORMS, CallPiece, CallReader, form_of, unfinished
 from tee_side.chat.template import REASONING, ChatTemplate
 from tee_side.engine.tokenizer import TextStream, Tokenizer
@@ -12,6 +13,7 @@ from tee_side.engine.tokenizer import TextStream, Tokenizer
 _TAIL = 32
 # Of white space that may be left out.
 _MAX_SPACE = 16 * 1024
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # What templates call whether a model thinks.
 _SWITCHES = ("enable_thinking", "thinking")
 # Around what a model thinks. A template that has the second one is that of a model which does.
@@ -163,12 +165,19 @@ class ReplyForm:
         self.special = {token_id: one.content for token_id, one in added if one.special}
         self.shown = {i: name for i, name in self.special.items() if name in signs_of_all}
 
-    def told(self, effort: str | None) -> dict[str, Any]:
-        """Return what a template is told of how much to think; None: nothing.
+    def told(self, asked: str | None, default: str | None = None) -> dict[str, Any]:
+        """Return what a template is told of how much to think: as asked, else by default.
 
-        Nothing, too, where it is not to think and always does.
+        A default gives way where the model always thinks. Raises PromptError for what cannot be.
         """
-        if effort is None or (effort == "none" and self.thinking and not self._switched):
+        where, effort = "reasoning_effort", asked or default
+        known = asked in (None, *get_args(Effort))
+        PromptError.unless(known, where, "another value", f"one of {', '.join(get_args(Effort))}")
+        always = effort == "none" and self.thinking and not self._switched
+        PromptError.unless(
+            not (asked and always), where, "none, of a model that always thinks", "another one"
+        )
+        if effort is None or always:
             return {}
         return {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
 

@@ -198,6 +198,7 @@ class Shape:
 #   opening    the delta that a stream's choice begins with, behind its index
 #   delta      a chunk's piece of a choice, behind its index
 #   whole      a whole choice, behind its index
+# `of_prompt_apart`: what is told of a prompt stands beside the choices, not in each.
 
 
 class CompletionForm:
@@ -205,6 +206,7 @@ class CompletionForm:
 
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
+    of_prompt_apart = False
 
     def entry(
         self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
@@ -246,6 +248,7 @@ class ChatForm:
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    of_prompt_apart = True
 
     def entry(
         self, names: TokenNames, token_id: int, logprob: Logprob | None, offset: int
@@ -402,13 +405,15 @@ class WholeAnswer(_Answer):
 
     def finish(self) -> str:
         """Return the end of the answer."""
+        form, (first, *_) = self._form, self._of_prompts
+        within, beside = ([""], first) if form.of_prompt_apart else (self._of_prompts, "")
         written = [
-            self._written(c, self._form.whole(c.pieces), c.entries, c.ids, self._of_prompts[prompt])
-            for prompt, choices in enumerate(self._choices)
+            self._written(c, form.whole(c.pieces), c.entries, c.ids, more)
+            for choices, more in zip(self._choices, within, strict=True)
             for c in choices
         ]
-        begin = head(self._form.id_prefix, self._form.whole_object, self._model)
-        return f'{begin}"choices":[{",".join(written)}],"usage":{self._usage()}}}'
+        begin = head(form.id_prefix, form.whole_object, self._model)
+        return f'{begin}"choices":[{",".join(written)}],"usage":{self._usage()}{beside}}}'
 
     def _usage(self) -> str:
         return usage(self.counts.rounded(self.round_usage))
@@ -535,10 +540,11 @@ class StreamedAnswer(WholeAnswer):
         ids: Sequence[int],
         more: str = "",
     ) -> str:
-        written = self._written(choice, content, entries, ids, more)
+        within, beside = ("", more) if self._form.of_prompt_apart else (more, "")
+        written = self._written(choice, content, entries, ids, within)
         told = self._usage() if self._shape.running_usage else "null"
         counted = f',"usage":{told}' if self._shape.usage else ""
-        event = f'{self._head}"choices":[{written}]{counted}'
+        event = f'{self._head}"choices":[{written}]{counted}{beside}'
         return f"{filled(event) if self._shape.filled else event}}}\n\n"
 
 

@@ -69,17 +69,28 @@ def _reading(model: OfferedModel, body: ChatRequest, ids: Sequence[int]) -> Read
         shown = {} if thinking is None else replies.shown
         return Reading(reader=reader, shown=shown, lead=before)
     if (form := replies.calls) is None:
-        message = "how this model writes calls is not known; an operator can say it (--tool-parser)"
-        raise ApiError(400, message, param="body.tools", code="no_tools")
+        raise ApiError(
+            400,
+            "how this model writes calls is not known; an operator can say it (--tool-parser)",
+            param="body.tools",
+            code="no_tools",
+        )
     tools = {tool.function.name: tool.function.parameters or {} for tool in chosen}
     calls: CallsSource | None = None
-    found = (content for name, _, content in grammars(body) if name == "response_format")
-    answer = next(({"type": "object", **content} for content in found), None)
+    answer = next(
+        (
+            {"type": "object", **content}
+            for name, _, content in grammars(body)
+            if name == "response_format"
+        ),
+        None,
+    )
     if must or answer is not None or any(tool.function.strict for tool in chosen):
         free, wrong = not must, (ValueError, TypeError, AttributeError, RecursionError)
-        expected = "schemas of JSON"
         try:
-            with PromptError.instead_of(wrong, "tools", "a schema of another form", expected):
+            with PromptError.instead_of(
+                wrong, "tools", "a schema of another form", "schemas of JSON"
+            ):
                 start = rules.calls(form, tools, one=one, free=free, answer=answer)
                 calls = CallsSource(rules.lark(f"{lead} {start}"), json.dumps([tools, answer]))
         except PromptError as error:

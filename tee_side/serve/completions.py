@@ -192,6 +192,11 @@ def check_fields(model: OfferedModel, body: Generating) -> None:
         "body.response_format.json_schema",
         "a value with type json_schema, and none else",
     )
+    require(
+        form is None or form.type == "json_object" or form.schema_ is None,
+        "body.response_format.schema",
+        "none but with type json_object",
+    )
 
 
 @dataclass(frozen=True)
@@ -386,8 +391,11 @@ def prepare_completion(
     echo = None
     if body.echo:
         # The client's own words where there are some: special tokens in them are shown.
-        given = listed(body.prompt)
-        echo = [one if isinstance(one, str) else model.tokenizer.decode(one) for one in given]
+        given, whole = listed(body.prompt), body.truncate_prompt_tokens is None
+        echo = [
+            one if whole and isinstance(one, str) else model.tokenizer.decode(ids)
+            for one, ids in zip(given, prompts, strict=True)
+        ]
     return exchange(
         serving,
         caller,
@@ -415,8 +423,12 @@ def embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
     try:
         how = model.embedding
     except TsqpError:
-        message = "a model whose vectors are not computed here"
-        raise ApiError(400, message, param="body.model", code="invalid_prompt") from None
+        raise ApiError(
+            400,
+            "a model whose vectors are not computed here",
+            param="body.model",
+            code="invalid_prompt",
+        ) from None
     if refused := how.refused(body.prompt_name, body.dimensions, most):
         require(False, f"body.{refused[0]}", refused[1])
     if body.input is None:

@@ -13,7 +13,7 @@ from tee_side.engine.tokenizer import Tokenizer
 _HIDDEN = float("-inf")
 
 
-@dataclass
+@dataclass(eq=False)
 class TokenRules:
     """A grammar of the engine, with further rules.
 

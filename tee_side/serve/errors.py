@@ -48,8 +48,8 @@ _KNOWN_TYPES = {
     "too_long": "fewer entries",
     "too_short": "more entries",
     "json_invalid": "JSON",
-    "model_attributes_type": "a JSON object (a body is sent as application/json)",
-    **dict.fromkeys(("model_type", "dict_type"), "a JSON object"),
+    "body_type": "a JSON object (a body is sent as application/json)",
+    **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "a JSON object"),
     "string_pattern_mismatch": "letters, digits and _.:/-, 128 at most",
 }
 
@@ -163,6 +163,8 @@ def _expected(fault: Mapping[str, Any]) -> str:
     kind: str = fault["type"]
     if kind == "too_long" and not fault["ctx"]["max_length"]:
         kind = "none_required"
+    if kind == "model_attributes_type" and len(fault["loc"]) == 1:
+        kind = "body_type"
     if known := _KNOWN_TYPES.get(kind):
         return known
     return expectation(kind, fault["msg"]) if _FIXED_MESSAGES.fullmatch(kind) else "another value"

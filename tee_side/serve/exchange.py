@@ -42,7 +42,7 @@ class Serving:
     `compile_grammar`: of a kind and its text, schema or list of choices, for an owner; raises
     PromptError. `compiling`: of each owner, places for requests that compile a grammar or wait to,
     and turns to compile it.
-    `authorise`: returns whose request it is, or raises `schema.ApiError` (401). `tempo_s`: after
+    `authorise`: returns whose request it is, or raises `errors.ApiError` (401). `tempo_s`: after
     which an answer sends its next token, if there is one; 0: as it comes. `round_usage`: counts are
     told as multiples of it. `receipts`: signs each answer; None: answers have no receipts.
     """

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from tee_side.chat.reply import Piece
+from tee_side.chat.reply import Effort, Piece
 from tee_side.engine.request import Request
 from tee_side.serve.answers import (
     ChatForm,
@@ -31,21 +31,21 @@ from tee_side.serve.answers import (
 from tee_side.serve.chat import asks_for_calls, prepare_chat
 from tee_side.serve.completions import prepared
 from tee_side.serve.errors import ApiError, of_validation, require
-from tee_side.serve.exchange import EngineResponse, Serving
 from tee_side.serve.schema import (
     SENT_BACK,
     Body,
     Chat,
     ChatRequest,
-    Effort,
     Generating,
     Likeliest,
     TextPart,
     accepting,
 )
-from tee_side.serve.watch import RequestWatch
 
-_NO_MEMORY = "nothing: no conversation is kept here; send its earlier items in input"
+_NO_MEMORY = (
+    "nothing: no conversation is kept here; send its earlier items in input"
+    " (some clients do with store: false)"
+)
 # What needs one; a value that is false does not.
 _STATELESS = {
     "store": "false: no answer is kept here",
@@ -73,7 +73,7 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     r"response_format(\.json_schema)?": "text.format",
     r"tools\.(\d+)\.function": r"tools.\1",
-    r"tool_choice\.allowed_tools": "tool_choice",
+    r"tool_choice\.(allowed_tools|function)": "tool_choice",
 }
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -85,7 +85,7 @@ class Item(Body):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
-    call_id: str | None = None
+    call_id: Annotated[str, Field(max_length=256)] | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | list[TextPart] | None = None
@@ -99,12 +99,11 @@ class Item(Body):
         return value
 
 
+@accepting(dict.fromkeys(("summary", "generate_summary"), Any))
 class Reasoning(Body):
     """How much to think. A summary is not made."""
 
     effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
 
 
 class TextOptions(Body):
@@ -114,6 +113,7 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
+@accepting({"max_tool_calls": Any})
 class ResponsesRequest(Chat, Generating):
     """`/v1/responses`, with the fields that chats have beside OpenAI's own."""
 
@@ -134,7 +134,6 @@ class ResponsesRequest(Chat, Generating):
     background: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    max_tool_calls: Any = None
 
 
 async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
@@ -142,10 +141,7 @@ async def responses(body: ResponsesRequest, request: HttpRequest) -> Response:
     for name, expected in _STATELESS.items():
         require(not getattr(body, name), f"body.{name}", expected)
     turns = _turns(body)
-
-    def prepare(serving: Serving, caller: RequestWatch, chat: ChatRequest) -> EngineResponse:
-        return prepare_chat(serving, caller, chat, partial(ResponseAnswer, body))
-
+    prepare = partial(prepare_chat, writing=partial(ResponseAnswer, body))
     try:
         asked = _asked(body, [turn for _, turn in turns])
         return await prepared(prepare, asked, request, compiles=asks_for_calls(asked))
@@ -211,7 +207,7 @@ def _nested(tool: Any) -> Any:
 
 
 def _turns(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Return turns, and where each begins: what an assistant thought, said and called is one."""
+    """Return turns, and where each is: what an assistant thought, said and called is one."""
     turns: list[tuple[str, dict[str, Any]]] = []
     if body.instructions is not None:
         turns.append(("instructions", {"role": "system", "content": body.instructions}))
@@ -220,6 +216,7 @@ def _turns(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
     for at, item in enumerate(body.input):
         place, role = f"input.{at}", item.role if item.type == "message" else None
         require(role or item.type != "message", f"body.{place}", "a role for a message")
+        require(item.name or item.type != "function_call", f"body.{place}.name", "a value")
         if item.type == "function_call_output":
             result = item.output or ""
             parts = result if isinstance(result, str) else [one.model_dump() for one in result]
@@ -235,12 +232,19 @@ def _turns(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
             turns.append((place, last := {"role": "assistant"}))
         if item.type == "reasoning":
             said = item.content if isinstance(item.content, list) and item.content else item.summary
-            last["reasoning_content"] = "".join(str(one.get("text", "")) for one in said or ())
+            last["reasoning_content"] = "".join(
+                (
+                    last.get("reasoning_content", ""),
+                    *(str(one.get("text") or "") for one in said or ()),
+                )
+            )
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments or ""}
             last.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         else:
             last["content"] = item.content
+            # What may be wrong now is its content.
+            turns[-1] = (place, last)
     return turns
 
 
@@ -304,8 +308,9 @@ class ResponseAnswer(WholeAnswer):
             "output_tokens_details": {"reasoning_tokens": counts.reasoning},
             "total_tokens": counts.prompt + counts.completion,
         }
-        event = self._tell(f"response.{self._response['status']}", response=self._response)
-        return event if self.streamed else json.dumps(self._response, separators=(",", ":"))
+        return self._tell(
+            f"response.{self._response['status']}", response=self._response
+        ) or json.dumps(self._response, separators=(",", ":"))
 
     def _open(self, choice: Any, more: str) -> str:
         return self._tell("response.created", response=self._response) + self._tell(
@@ -326,11 +331,13 @@ class ResponseAnswer(WholeAnswer):
                 events += self._begin("function_call", call_id=call.id, name=call.name)
             events += self._said("function_call", call.arguments)
         if choice.finish is not None:
-            cut = choice.finish == "length"
-            status = "incomplete" if cut else "completed"
-            events += self._close(status)
-            details = {"reason": "max_output_tokens"} if cut else None
+            status, details = "completed", None
+            if choice.finish == "length":
+                status, details = "incomplete", {"reason": "max_output_tokens"}
             self._response |= {"status": status, "incomplete_details": details}
+            # A stop string may cut a call.
+            called = self._item.get("type") != "function_call" or choice.reader.called
+            events += self._close(status if called else "incomplete")
         return events
 
     def _begin(self, kind: str, **fields: Any) -> str:

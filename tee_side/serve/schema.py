@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tee_side.chat.reply import Effort
 from tee_side.engine.reading import MAX_TOP
 from tee_side.engine.request import Pooling
 from tee_side.serve.grammar import GrammarKind
@@ -50,8 +51,6 @@ _Stop: TypeAlias = Annotated[str, Field(max_length=100)]
 Likeliest: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP)]
 # -1, and nothing, is as many as there is room for.
 _Limit: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
-_Last: TypeAlias = Annotated[int, Field(ge=-1, lt=2**31)]
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _only(value: float) -> Any:
@@ -127,12 +126,14 @@ SENT_BACK: dict[str, Any] = dict.fromkeys(
     (
         *("annotations", "cache_control", "encrypted_content", "id", "index", "logprobs"),
         *("parsed", "parsed_arguments", "phase", "status"),
+        *("provider_specific_fields", "reasoning_details", "thinking_blocks"),
     ),
     Any,
 )
 # What would change the answer, with the only values that do not.
 _NEUTRAL: dict[str, Any] = {
     "functions": _Empty | None,
+    "tools": _Empty | None,
     "function_call": Literal["none", "auto"] | None,
     "audio": None,
     "modalities": list[Literal["text"]] | None,
@@ -228,7 +229,7 @@ class Generating(Body):
     ) = None
     allowed_token_ids: Annotated[list[Id], Field(min_length=1, fail_fast=True)] | None = None
     bad_words: Annotated[list[_Stop], Field(max_length=_MAX_FIELDS)] | None = None
-    truncate_prompt_tokens: _Last | None = None
+    truncate_prompt_tokens: _Limit | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_TOP)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -285,7 +286,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-@accepting(SENT_BACK)
+@accepting(SENT_BACK | {"images": _Empty | None})
 class ChatMessage(Body):
     """A turn of a conversation. Only an assistant's may have no content."""
 
@@ -389,7 +390,7 @@ class ChatRequest(Chat, Generating):
     echo: Literal[False] | None = None
 
 
-@accepting(_UNUSED)
+@accepting(_UNUSED | {"stream": Literal[False] | None})
 class EmbeddingsRequest(Chat):
     """`/v1/embeddings`: of texts, or of a conversation.
 
@@ -405,7 +406,7 @@ class EmbeddingsRequest(Chat):
     pooling: Pooling | None = None
     prompt_name: str | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: _Last | None = None
+    truncate_prompt_tokens: _Limit | None = None
 
 
 class TokenizeRequest(Chat):

@@ -65,6 +65,16 @@ for prefix in PREFIXES:
         answer = litellm.completion(**options, reasoning_effort="low", **allowed)
         same(answer.choices[0].message.reasoning_content, "What was asked is plain.")
 
+    @check(f"{prefix}: thinking and tools, sent back")
+    def _(options: Any = options) -> None:
+        thinks = {"reasoning_effort": "low", "allowed_openai_params": ["reasoning_effort"]}
+        given = options | thinks | {"tools": [WEATHER]}
+        message = litellm.completion(**given).choices[0].message
+        true(message.reasoning_content)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": SUNNY}
+        second = litellm.completion(**given | {"messages": [*USER, message, result]})
+        same(second.choices[0].message.content, f"The tool says: {SUNNY}")
+
     @check(f"{prefix}: ContextWindowExceededError")
     def _(options: Any = options) -> None:
         try:

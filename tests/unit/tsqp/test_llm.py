@@ -67,6 +67,10 @@ def test_a_chat_is_asked_and_read_as_over_http(tmp_path: Path) -> None:
             ({"tools": [{"type": "x"}]}, "functions, as OpenAI's"),
             ({"tools": strict}, "got strict, expected none that is"),
             ({"reasoning_effort": "none"}, "a model that always thinks"),
+            ({"reasoning_effort": "off"}, "expected one of none, minimal"),
+            ({"chat_template_kwargs": {"tools": []}}, "tools, which stands beside these"),
+            ({"chat_template_kwargs": 5}, "expected a mapping"),
+            ({"messages": None}, "expected mappings"),
             ({"messages": [{"content": "a"}]}, "got turns of another form, expected OpenAI's"),
         ):
             with pytest.raises(PromptError, match=expected):

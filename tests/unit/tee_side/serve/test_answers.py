@@ -135,7 +135,13 @@ def test_ids_are_told_where_they_are_asked_for() -> None:
     first, *chunks = complete(**asked, stream=True).events()[:-1]
     assert first["choices"][0]["prompt_token_ids"] == prompt
     assert [one for event in chunks for one in event["choices"][0]["token_ids"]] == ids
-    (choice,) = chat(**asked | {"prompt": None}, logprobs=True).json()["choices"]
+    whole = chat(**asked | {"prompt": None}, logprobs=True).json()
+    (choice,) = whole["choices"]
+    # A chat has one prompt; vLLM tells of it beside the choices.
+    first, *_ = chat(**asked | {"prompt": None}, n=2, stream=True).events()
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not {"prompt_token_ids"} & (choice.keys() | first["choices"][0].keys())
     names = [one["token"] for one in choice["logprobs"]["content"]]
     assert (choice["token_ids"], names) == (ids, [f"token_id:{one}" for one in ids])
 
@@ -201,6 +207,12 @@ def test_a_continuation_keeps_the_space_of_its_first_word(tmp_path: Path) -> Non
             reply = call(offered, "POST", "/v1/completions", body)
             found = _joined(reply) if stream else reply.json()["choices"]
             assert [choice["text"] for choice in found] == [said]
+
+
+def test_what_is_echoed_is_what_was_read() -> None:
+    body = {"prompt": SAID, "echo": True, "truncate_prompt_tokens": 2, "max_tokens": 0}
+    (choice,) = complete(**body).json()["choices"]
+    assert choice["text"] == tokenizer().decode(_ids(SAID)[-2:])
 
 
 def test_a_stop_token_is_no_part_of_the_text_and_counts() -> None:

@@ -216,6 +216,10 @@ def test_a_prompt_is_what_the_conversation_says() -> None:
             "refusal": None,
             "audio": None,
             "parsed": {},
+            "images": [],
+            "provider_specific_fields": {"refusal": None},
+            "thinking_blocks": [{}],
+            "reasoning_details": [{}],
             "tool_calls": [
                 {"id": "c", "type": "function", "function": SENT_BACK},
                 {"function": {"name": "now", "arguments": ""}},
@@ -279,7 +283,11 @@ def test_thinking_is_on_or_off_as_asked(
             "body.tools.0.function.name",
         ),
         ({"chat_template_kwargs": {"messages": []}}, "body.chat_template_kwargs.messages"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "body.messages"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "body.continue_final_message",
+        ),
+        ({"response_format": {"type": "text", "schema": {}}}, "body.response_format.schema"),
         ({"stream": True, "prompt_logprobs": 1}, "body.prompt_logprobs"),
     ],
 )

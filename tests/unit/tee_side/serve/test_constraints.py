@@ -54,6 +54,8 @@ def test_a_token_is_allowed_by_all_rules(
     hidden_V = one.hide(scores_V)
     assert hidden_V.isfinite().nonzero()[:, 0].tolist() == allowed
     assert hidden_V[allowed].tolist() == allowed
+    # They are told apart by which they are.
+    assert len({one, rules}) == 2
     # Neither the scores nor another sample of the request knows of it.
     assert scores_V.isfinite().all()
     assert not rules._ids

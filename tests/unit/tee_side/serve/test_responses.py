@@ -27,6 +27,13 @@ def image(kind: str) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": f"input_{kind}"}]}
 
 
+# One turn of the assistant.
+JOINED = [
+    *({"type": "reasoning", "summary": [{"text": text}]} for text in ("a", None)),
+    image("image") | {"role": "assistant"},
+]
+
+
 def respond(said: str, engine: FakeEngine | None = None, **body: Any) -> tuple[Reply, Any]:
     found = serves(said)
     found = found if engine is None else replace(found, engine=engine)
@@ -108,6 +115,8 @@ def test_a_stream_that_is_cut_or_fails_says_so() -> None:
     last = events[-1]["response"]
     assert (events[-1]["type"], last["status"]) == ("response.incomplete", "incomplete")
     assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+    (cut,) = respond(CALL, tools=[FLAT], stop="Par")[0].json()["output"]
+    assert (cut["type"], cut["status"]) == ("function_call", "incomplete")
     failing = FakeEngine(error=EndpointError("engine", got="a", expected="b"), fail_after=2)
     assert events_of(respond("", failing, stream=True)[0])[-1]["type"] == "error"
 
@@ -115,7 +124,8 @@ def test_a_stream_that_is_cut_or_fails_says_so() -> None:
 def test_items_become_the_turns_of_a_chat() -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"text": "why"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"text": "wh"}]},
+        {"type": "reasoning", "summary": [{"text": "y"}, {"text": None}]},
         {
             "type": "function_call",
             "call_id": "c",
@@ -180,7 +190,9 @@ def test_what_a_reply_follows_is_as_in_a_chat(body: dict[str, Any], kind: str) -
             "body.input.1.content.0.x",
             "",
         ),
-        ({"input": [HI, {"type": "function_call"}]}, "body.input.1", "a value"),
+        ({"input": [HI, {"type": "function_call"}]}, "body.input.1.name", "a value"),
+        ({"input": [HI, *JOINED]}, "body.input.3.content.0", "images"),
+        ({"tools": [FLAT], "tool_choice": {"type": "function"}}, "body.tool_choice.name", "a val"),
         ({"instructions": "a", "input": [HI, {"content": "a"}]}, "body.input.1", "a role"),
         ({"instructions": "a", "input": [HI, image("file")]}, "body.input.1.content.0", "images"),
         ({"text": {"format": {"type": "json_schema"}}}, "body.text.format.schema", "a value"),

@@ -70,6 +70,7 @@ UNUSED: dict[str, Any] = dict.fromkeys(_NAMES.split(), "x")
 # The value that changes nothing, and one that would change the answer.
 NEUTRAL: dict[str, tuple[Any, Any]] = {
     "functions": ([], [{}]),
+    "tools": ([], [{"type": "web_search"}]),
     "function_call": ("none", "f"),
     "audio": (None, {"voice": "x"}),
     "modalities": (["text"], ["text", "audio"]),
@@ -135,7 +136,7 @@ def test_what_is_unused_or_left_at_its_only_value_changes_nothing(ask: Ask) -> N
     if ask is complete:
         only |= {"suffix": ""}
     if ask is embed:
-        only = {"truncate_prompt_tokens": None}
+        only = {"truncate_prompt_tokens": None, "stream": False}
     engine = FakeEngine()
     ask(engine)
     for fields in (UNUSED, only, dict.fromkeys([*UNUSED, *only, "never_heard_of"])):
@@ -285,9 +286,14 @@ def test_no_error_quotes_the_input_or_a_lone_surrogate(caplog: pytest.LogCapture
     assert "4711" not in caplog.text
 
 
+BODY = "a JSON object (a body is sent as application/json)"
+
+
 @each_row(
     ("loc", "kind", "message", "param", "said"),
     [
+        ([], "model_attributes_type", "", "body", BODY),
+        (["messages", 0], "model_attributes_type", "", "body.messages.0", "a JSON object"),
         ([CANARY, "n", CANARY, -1], f"{CANARY}_type", CANARY, "body.n.-1", "another value"),
         (["n"], "less_than", "Input should be less than 5", "body.n", "less than 5"),
         (["n", CANARY], "extra_forbidden", CANARY, "body.n", "no such field"),
