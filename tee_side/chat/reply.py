@@ -155,8 +155,7 @@ class ReplyForm:
         self.read_apart = self.thinking if any(one in source for one in REASONING) else None
         self._switched = any(name in source for name in _SWITCHES)
         source = template.source(with_tools=True)
-        # A conversation with tools is refused where the template has none of them.
-        name = parser or form_of(source)
+        name = (parser or form_of(source)) if "tools" in source else None
         self.calls = form = None if name is None else CALL_FORMS[name][1]
         signs = () if form is None else (*form.begins, *form.dropped, *form.written)
         signs_of_all = "".join((*(self.thinking or ()), *signs))
