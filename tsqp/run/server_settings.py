@@ -20,7 +20,7 @@ from tsqp.run.settings import (
     settings_of,
 )
 
-# As tee_side.chat.calls and tee_side.serve.schema have them, which take long to import.
+# As tee_side.chat.calls and tee_side.chat.reply have them, which take long to import.
 ToolParser: TypeAlias = Literal[
     "cohere",
     "deepseek",

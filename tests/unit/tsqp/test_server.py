@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from protocol.errors import ModelError, SettingsError
+from tee_side.chat import reply
 from tee_side.chat.calls import CALL_FORMS
 from tee_side.chat.template import Conversation
 from tee_side.engine.tokenizer import Tokenizer
-from tee_side.serve import schema
 from tests.kit.rows import each_row
 from tests.kit.service import call
 from tsqp.cli.tee_runner import command
@@ -118,7 +118,7 @@ def test_what_serve_is_told_is_the_server_s(options: str, expected: dict[str, An
 
 def test_what_may_be_told_is_what_there_is() -> None:
     assert get_args(server_settings.ToolParser) == tuple(sorted(CALL_FORMS))
-    assert server_settings.Effort == schema.Effort
+    assert server_settings.Effort == reply.Effort
 
 
 @each_row(
